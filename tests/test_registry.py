@@ -34,7 +34,7 @@ def test_a_class_is_registered_once_under_its_name() -> None:
     assert list(registry) == ["kind"]
     registry.add(Kind)  # the same again is no conflict: a module may be run twice
     foreign = type("Foreign", (), {"name": "kind", "__module__": "elsewhere"})
-    with pytest.raises(UserError, match="'kind' exists already"):
+    with pytest.raises(UserError, match="'kind' already exists"):
         registry.add(foreign)
 
 

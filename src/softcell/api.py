@@ -94,7 +94,7 @@ __all__ = [
 Data: TypeAlias = Any
 """A dataset: a name, a path, (images, labels) as arrays or tensors, a torch dataset, or a mapping of them.
 
-See `softcell.data.keep_arrays` for the last three. They are written to a file beside the run folder, named by their
+See `softcell.data.keep_arrays` for the last three. They are written to a file next to the run folder, named by their
 content, so that the run can be resumed and repeated without the program that made them.
 """
 Architecture: TypeAlias = Genotype | SearchResult | TrainResult | str | Path
@@ -178,7 +178,7 @@ def train(
     """Trains the network of a genotype from scratch and measures it once on the test set.
 
     genotype: a `Genotype`, its file, a run folder, RUN@EPOCH or any notation; or the result of `search`, whose data and
-        space are used too. None if `config` or the resumed run is a training.
+        space are used too. None if `config` or the resumed run is a training run.
     data: a name, a path, or images in memory (`Data`).
     recipe: `small`, `cifar` or `imagenet`, by default the one that suits the data; or a complete recipe, which needs a
         `Genotype` and no further settings.
@@ -365,7 +365,7 @@ def run(
     quiet: bool | None = None,
     **settings: Any,
 ) -> RunResult:
-    """Goes from images to a trained and exported network within a given time and budget: `softcell run`.
+    """Turns images into a trained and exported network within a given time and budget: `softcell run`.
 
     data: a folder of CLASS/IMAGE files, a name, an .npz file or images in memory (`Data`).
     max_params, max_flops: several budgets, as a list or "50k,200k,1M", give one network each, from one search.
@@ -429,9 +429,9 @@ def predict(
     device: str = "auto",
     trust: bool = False,
 ) -> list[ImagePrediction]:
-    """The `top` most likely classes of image files, as `softcell predict` gives them; a folder stands for its images.
+    """The `top` most likely classes of image files, as `softcell predict` gives them; a folder means all images in it.
 
-    run: a finished training or its folder, a result or folder of `run`, an exported folder, or an ONNX file.
+    run: a finished training run or its folder, a result or folder of `run`, an exported folder, or an ONNX file.
     trust: run plugins that the folder names.
 
     Example:
@@ -532,7 +532,7 @@ def compare_indicators(
 
 
 def _data(data: Data | None, out: str | Path | None) -> tuple[dict[str, str], KeptArrays | None]:
-    """The settings that name a dataset, and what is to be written beside the run folder if it is in memory.
+    """The settings that name a dataset, and what to write next to the run folder if the data are in memory.
 
     It is written once the recipe is complete: a call with a wrong setting leaves nothing.
     """
@@ -543,7 +543,7 @@ def _data(data: Data | None, out: str | Path | None) -> tuple[dict[str, str], Ke
 
 
 def _source(genotype: Architecture | None, recipe: str | TrainRecipe | None = None) -> Genotype | str | Path | None:
-    """Results by their folder, so that a training also finds the data and the space, unless the recipe has them."""
+    """Results by their folder, so that training also finds the data and the space, unless the recipe has them."""
     if not isinstance(genotype, SearchResult | TrainResult):
         return genotype
     return genotype.genotype if isinstance(recipe, TrainRecipe) else genotype.folder
@@ -560,7 +560,7 @@ def _track(tensorboard: bool, mlflow: bool, wandb: bool) -> list[str]:
 
 
 def _check_alone(given: Mapping[str, Any], config: str | Path | None = None) -> None:
-    """A complete recipe leaves no room for settings."""
+    """Raises if settings are given with a complete recipe."""
     if given or config is not None:
         more = [*given, *(["config"] if config is not None else [])]
         raise UserError(f"a complete recipe allows no further settings, but got {', '.join(more)}; leave them out")

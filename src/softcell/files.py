@@ -205,7 +205,7 @@ def fsync_folder(folder: Path) -> None:
 
 
 def write_temporary(path: Path, data: bytes) -> Path:
-    """Write `data` to a temporary file beside `path`, flush it to disk and return its path; the caller renames it.
+    """Write `data` to a temporary file next to `path`, flush it to disk and return its path; the caller renames it.
 
     The name is fixed, so the file of a killed run is overwritten. Only one process at a time may write a given path.
     """

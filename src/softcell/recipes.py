@@ -1,4 +1,4 @@
-"""From what a person gives (options, Python arguments, files, earlier runs) to complete recipes.
+"""Completes recipes from options, Python arguments, files and earlier runs.
 
 The Python functions, the command line, sweeps and `softcell run` all get their recipes here. Python and the command
 line share the names of their settings: `from_options` reads both, `SearchSettings` and `TrainSettings` list them.
@@ -37,7 +37,7 @@ Part: TypeAlias = Mapping[str, Any]
 
 
 class _Common(TypedDict, total=False):
-    """Settings that searches and trainings share."""
+    """Settings that searches and training runs share."""
 
     data_root: str | Path
     image_size: int
@@ -127,13 +127,13 @@ _BUDGETS = {name: name for name in ("max_params", "max_flops", "max_latency", "l
 }
 """Options of the command line -> settings of `resource`."""
 _FIRST_SETTING = {"resource": "preset", "select": "by", "guide": "teacher"}
-"""Parts that may be given by a single word, and the setting that it stands for."""
+"""Parts that may be given by a single word, and the setting that it sets."""
 
 
 def from_options(options: Mapping[str, Any]) -> dict[str, Any]:
     """Settings of a recipe from options of the command line or keyword arguments; None is left out.
 
-    Options that stand for a setting inside a part are expanded, and objects become mappings.
+    Options for a setting inside a part are expanded, and objects become mappings.
 
     Example:
         >>> from softcell.recipes import from_options
@@ -193,7 +193,7 @@ def train_recipe(
     config: str | Path | None = None,
     resume_from: Path | None = None,
 ) -> tuple[Genotype, TrainRecipe]:
-    """Genotype and complete recipe of a training; if `resume_from` is a run, those of that run."""
+    """Genotype and complete recipe of a training run; if `resume_from` is a run, those of that run."""
     load_plugins(given.get("plugins", ()))  # first: they may replace files of a run that do not exist here
     base, stored = ({}, None) if config is None else _config(config, "train")
     if resume_from is None and not isinstance(genotype, Genotype):
@@ -210,7 +210,7 @@ def train_recipe(
             raise UserError(f"a resumed run keeps its genotype, but {resume_from} trains another; leave it out")
         return kept, recipe
     if wanted is None:
-        raise UserError("a training needs a genotype: give a file, a run folder or a notation")
+        raise UserError("training needs a genotype: give a file, a run folder or a notation")
     return wanted, resolve_training(wanted, base, given)
 
 
@@ -252,7 +252,7 @@ def train_seeds_recipe(
     out: str | Path | None = None,
     resume: bool = False,
 ) -> tuple[list[int], Genotype, TrainRecipe, Path]:
-    """Seeds, genotype, recipe and folder of a training with several seeds; a resumed one has all in its folder."""
+    """Seeds, genotype, recipe and folder of training with several seeds; a resumed one has all in its folder."""
     if resume:
         known, begun, folder = _resumed_seeds(out, "train", seeds)
         kept = layered(_without_trust(given), {"seed": _seed_of(begun)})
@@ -315,7 +315,7 @@ def trust_named(given: Mapping[str, Any]) -> None:
     plugins, guide = given.get("plugins"), given.get("guide")
     if isinstance(plugins, list | tuple):
         for path in plugins:
-            if isinstance(path, str | Path):  # anything else is refused with the rest of the recipe
+            if isinstance(path, str | Path):  # anything else is rejected with the rest of the recipe
                 trust(path)
     if isinstance(guide, Mapping) and guide.get("trust") is True:
         allow("program")
@@ -346,7 +346,7 @@ def _config(path: str | Path, kind: str) -> tuple[dict[str, Any], Genotype | Non
 
 
 def _inherited(source: str | Path | None, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings that a training inherits from the run of its genotype: plugins, data and, from a search, the space.
+    """Settings that training inherits from the run of its genotype: plugins, data and, from a search, the space.
 
     The sizes of the supernet are not inherited, but those of the network that a budget was counted for. given: settings
     of the user; with other data, root and image size are not inherited either.

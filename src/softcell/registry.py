@@ -56,7 +56,7 @@ class Registry(Generic[T]):
             raise UserError(f"a {self._kind} needs a class attribute `name`, but {cls.__name__} has none")
         known = self._known.get(name)
         if known is not None and known.__module__ != cls.__module__:
-            raise UserError(f"{self._kind} {name!r} exists already (from {known.__module__}); choose another name")
+            raise UserError(f"{self._kind} {name!r} already exists (from {known.__module__}); choose another name")
         self._known[name] = cls
         return cls
 
@@ -102,7 +102,7 @@ def load_plugins(paths: Iterable[str | Path], asked_by: str = "the recipe") -> N
 
 
 def load_plugin(path: str | Path) -> None:
-    """Runs a user's Python file, which registers spaces, methods or candidates of its own.
+    """Runs a user's Python file, which registers its own spaces, methods or candidates.
 
     Calling this, or passing the file with `--plugin`, trusts it: it then runs without asking where a run names it.
 
@@ -127,7 +127,7 @@ def load_plugin(path: str | Path) -> None:
 
 
 def refused(paths: Iterable[str | Path]) -> list[str]:
-    """The files that `load_plugins` would refuse, or ask for."""
+    """The files that `load_plugins` would reject, or ask about."""
     return [str(path) for path in paths if not _is_there(Path(path).resolve()) and not is_trusted(path)]
 
 
@@ -153,7 +153,7 @@ def _run(content: Content, path: str | Path) -> None:
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     try:
-        # The bytes that were checked, not the file as it is now, nor a compiled one from a __pycache__ beside it.
+        # The bytes that were checked, not the file as it is now, nor a compiled one from a __pycache__ next to it.
         exec(compile(content.data, str(content.path), "exec", dont_inherit=True), module.__dict__)
     except UserError:
         del sys.modules[name]

@@ -1,10 +1,10 @@
 """One recipe with several seeds in one folder: a complete run per seed (`seed-0`, `seed-1`, …) and `seeds.json`.
 
-On a GPU the runs share the device (`softcell.engine.interleave`), elsewhere they follow each other. Each gives the same
-result as it would alone. Resuming continues unfinished runs and repeats nothing.
+On a GPU the runs share the device (`softcell.engine.interleave`), elsewhere they run one after another. Each gives the
+same result as it would alone. Resuming continues unfinished runs and repeats nothing.
 
-Of several searches the best one by validation accuracy gives the folder its `genotype.json`. Of several trainings none
-is the best: choosing it by its accuracy on the test set would make that a training set.
+Of several searches the best one by validation accuracy gives the folder its `genotype.json`. Of several training runs
+none is the best: choosing it by its accuracy on the test set would make that a training set.
 """
 
 from __future__ import annotations
@@ -171,7 +171,7 @@ def _remove_checkpoints(folder: Path, seeds: Sequence[int]) -> None:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class TrainedSeeds(Shown):
-    """Results and errors of trainings by seed."""
+    """Results and errors of training runs by seed."""
 
     folder: Path
     results: dict[int, TrainResult]
@@ -240,7 +240,7 @@ def train_seeds(
 
 
 def training_metrics(result: TrainResult | None) -> dict[str, float | None]:
-    """The metrics of a training: accuracies, or the recall of a retrieval; {} if it is not finished."""
+    """The metrics of a training run: accuracies, or the recall of a retrieval; {} if it is not finished."""
     if result is None or result.exit_code:
         return {}
     if result.recall is not None:

@@ -36,7 +36,7 @@ _REMOVED: dict[Any, str] = {
 def build(kind: type[T], values: Mapping[str, Any], where: str = "settings", elsewhere: Iterable[str] = ()) -> T:
     """A dataclass of type `kind` from a mapping; nested dataclasses from nested mappings.
 
-    elsewhere: dotted names of settings that may be given beside these; suggested in place of a wrong one.
+    elsewhere: dotted names of settings that may be given in addition to these; suggested in place of a wrong one.
     """
     assert dataclasses.is_dataclass(kind)
     hints = typing.get_type_hints(kind)
@@ -206,7 +206,7 @@ def _convert_plain(kind: Any, value: Any, where: str) -> Any:
             raise SettingError(where, "a whole number below 2**63", str(value)[:30])
         return value
     if kind is float and isinstance(value, int | float | str) and not isinstance(value, bool):
-        try:  # YAML reads 1e-3 as text, so numbers in text are taken too
+        try:  # YAML reads 1e-3 as text, so numbers in text are accepted too
             number = float(value)
         except (ValueError, OverflowError):
             pass
@@ -282,7 +282,7 @@ def without_auto(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def refuse_changes(stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
-    """Raises if a resumed run would get other settings than it started with."""
+    """Raises if a resumed run would get settings different from those it started with."""
     different = [key for key in stored if stored[key] != wanted[key]]
     if different:
         changes = ", ".join(f"{key}: {stored[key]} -> {wanted[key]}" for key in different)

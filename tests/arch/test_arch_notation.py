@@ -226,7 +226,7 @@ def test_of_several_genotypes_one_is_chosen_by_name_and_commented_ones_do_not_co
     with pytest.raises(UserError, match=r"2 genotypes in one text \(FIRST, SECOND\); choose one with FILE@NAME"):
         parse(text)
     assert parse(text, "SECOND") == from_darts(DARTS_V2)
-    with pytest.raises(UserError, match="no genotype is called 'THIRD'; there are: FIRST, SECOND"):
+    with pytest.raises(UserError, match="no genotype is named 'THIRD'; there are: FIRST, SECOND"):
         parse(text, "THIRD")
     with pytest.raises(UserError, match="names to choose from"):
         parse(NB201, "FIRST")

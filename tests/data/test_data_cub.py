@@ -154,7 +154,7 @@ def test_boxes_outside_their_image_are_refused(root: Path, box: str) -> None:
     boxed(root, "20.0 6.0 8.0 4.0")
     file = root / "CUB_200_2011" / "bounding_boxes.txt"
     file.write_text(file.read_text().replace("7 20.0 6.0 8.0 4.0", f"7 {box}"))
-    with pytest.raises(UserError, match=f"the box of image 7 must lie in the image, which is 30x20, but is at {box} "):
+    with pytest.raises(UserError, match=f"the box of image 7 must be in the image, which is 30x20, but is at {box} "):
         load("cub200-boxes", root, image_size=8)
     file.write_text(file.read_text().replace(f"7 {box}", "7 -2 -2 8 4"))  # in part is enough
     assert load("cub200-boxes", root, image_size=8).shape == (3, 8, 8)

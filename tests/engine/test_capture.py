@@ -229,8 +229,8 @@ def test_random_numbers_continue_after_a_recording_that_failed() -> None:
     ("engine", "device", "size", "said"),
     [
         ("graph", "cpu", 1, "needs a CUDA device"),
-        ("graph", "cuda", 2, "norms=local can be recorded"),
-        ("auto", "cuda", 2, "norms=local can be recorded"),
+        ("graph", "cuda", 2, "norms=local can be captured"),
+        ("auto", "cuda", 2, "norms=local can be captured"),
         ("auto", "cpu", 1, None),
         ("eager", "cuda", 2, None),
     ],

@@ -128,7 +128,7 @@ def test_two_damaged_files_are_an_error_that_names_both(tmp_path: Path) -> None:
     two_states(tmp_path)
     (tmp_path / CURRENT).write_bytes(b"")
     (tmp_path / PREVIOUS).write_bytes(b"nonsense" * 20)
-    with pytest.raises(UserError, match=rf"{CURRENT} is cut short.*{PREVIOUS} does not begin"):
+    with pytest.raises(UserError, match=rf"{CURRENT} is truncated.*{PREVIOUS} does not begin"):
         load_latest(tmp_path)
 
 

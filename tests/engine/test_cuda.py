@@ -83,7 +83,7 @@ def test_after_a_failed_recording_steps_draw_what_eager_ones_would() -> None:
 
     (mine, notes), (theirs, _) = draws(record=True), draws(record=False)
     assert mine == theirs
-    assert len(notes) == 1 and "cannot be recorded" in notes[0]
+    assert len(notes) == 1 and "cannot be captured" in notes[0]
 
 
 def test_recordings_that_make_room_for_others_can_be_made_again() -> None:

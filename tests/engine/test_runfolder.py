@@ -60,7 +60,9 @@ def test_overwriting_clears_the_old_run_and_spares_other_files(tmp_path: Path) -
     for name in mine:
         (tmp_path / name).write_text("mine")
     (tmp_path / "more").mkdir()
-    with pytest.warns(UserWarning, match=r"not from the run and stay: data.bin, figure.svg, log.jsonl.*results.json"):
+    with pytest.warns(
+        UserWarning, match=r"do not belong to the run and are kept: data.bin, figure.svg, log.jsonl.*results.json"
+    ):
         RunFolder.create(tmp_path, new_manifest("train", {}, 1), overwrite=True)
     assert sorted(file.name for file in tmp_path.iterdir()) == sorted([*mine, "more", MANIFEST, FILE_LIST])
     assert all((tmp_path / name).read_text() == "mine" for name in mine)
@@ -75,7 +77,7 @@ def test_a_run_of_an_earlier_version_loses_only_files_with_known_names(tmp_path:
     ours = ("checkpoint.bin", "metrics.jsonl", "genotype.json", "architecture-normal.svg", "report.html")
     for name in (*ours, "thesis.json", "figure.svg", "other.bin"):
         (tmp_path / name).write_text("x")
-    with pytest.warns(UserWarning, match=r"not from the run and stay: figure.svg, other.bin, thesis.json"):
+    with pytest.warns(UserWarning, match=r"do not belong to the run and are kept: figure.svg, other.bin, thesis.json"):
         RunFolder.create(tmp_path, new_manifest("search", {}, 0), overwrite=True)
     left = {file.name for file in tmp_path.iterdir()}
     assert left == {"thesis.json", "figure.svg", "other.bin", MANIFEST, FILE_LIST}
@@ -114,7 +116,7 @@ def test_a_list_that_names_other_kinds_of_files_or_paths_deletes_none_of_them(tm
     (run / "thesis.docx").write_text("mine")
     with open(run / FILE_LIST, "a", encoding="utf-8") as listed:
         listed.write(f"thesis.docx\n../outside.json\n{tmp_path}/outside.json\n")
-    with pytest.warns(UserWarning, match="not from the run and stay: thesis.docx"):
+    with pytest.warns(UserWarning, match="do not belong to the run and are kept: thesis.docx"):
         RunFolder.create(run, new_manifest("search", {}, 0), overwrite=True)
     assert (tmp_path / "outside.json").exists() and (run / "thesis.docx").exists()
 

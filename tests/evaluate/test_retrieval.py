@@ -125,7 +125,7 @@ def test_all_images_of_the_first_half_are_learnt_from_and_those_of_the_second_ar
     for images, classes in ((parted.train, {0, 1}), (parted.test, {2, 3, 4})):
         found = zip(images.labels.tolist(), images.fetch(torch.arange(len(images))).tolist(), strict=True)
         assert list(found) == [one for one in everything if one[0] in classes]
-    assert "all 26 images of the first 2 classes are learnt from, all 39 of the other 3" in parted.source
+    assert "all 26 images of the first 2 classes for training, all 39 of the other 3" in parted.source
     with test_set_sealed():
         parted.train.fetch(torch.arange(26))
         with pytest.raises(AssertionError, match="sealed"):

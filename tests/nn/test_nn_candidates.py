@@ -123,7 +123,7 @@ def test_an_unknown_candidate_is_answered_with_the_nearest_name() -> None:
 
 
 def test_a_candidate_cannot_take_a_known_name_or_a_name_that_is_none() -> None:
-    with pytest.raises(UserError, match="exists already"):
+    with pytest.raises(UserError, match="already exists"):
         candidate("skip_connect")(lambda spec: nn.Identity())
     with pytest.raises(UserError, match="plain identifier"):
         candidate("my op")(lambda spec: nn.Identity())

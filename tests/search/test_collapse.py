@@ -56,7 +56,7 @@ def test_a_healthy_architecture_of_the_first_epochs_can_be_kept() -> None:
     assert patient.check(2, kinds["skip_connect"]) is None
     assert messages == [
         "epoch 3: 100% of the cell's operations are skip connections (warning above 50%). The search may be "
-        "collapsing: it ends after 2 such epochs in a row, with the architecture from before."
+        "collapsing: it ends after 2 such epochs in a row and keeps the architecture from before."
     ]
     assert patient.check(3, kinds["skip_connect"]) == (
         "collapse: 100% of the cell's operations are skip connections, more than 50% for 2 epochs"

@@ -203,7 +203,7 @@ def test_a_resumed_search_needs_the_teacher_it_began_with(place: Path, tmp_path:
 
 def test_a_teacher_that_does_not_fit_is_refused_before_the_run(place: Path, tmp_path: Path) -> None:
     register_teacher("flat", nn.Conv2d(1, 2, 3, padding=1))
-    with pytest.raises(UserError, match="guidance compares maps of one size"):
+    with pytest.raises(UserError, match="guidance compares maps of the same size"):
         search(guided(place, guide={"teacher": "flat"}), tmp_path / "run")
     register_teacher("wide", nn.Conv2d(9, 2, 3, padding=1))
     with pytest.raises(UserError, match="cannot read batches of 1x8x8 images"):

@@ -91,7 +91,7 @@ def test_nothing_is_recorded_without_observation(data: Path, tmp_path: Path) -> 
     assert [line["epoch"] for line in lines] == [1, 2]
     rows = [json.loads(line) for line in (tmp_path / "run" / "architecture.jsonl").read_text().splitlines()]
     assert [row.get("read", True) for row in rows] == [False, True, True]
-    with pytest.raises(UserError, match="made none in that epoch; it did after epoch 2 to 3"):
+    with pytest.raises(UserError, match="ran none in that epoch; it did after epoch 2 to 3"):
         read_genotype(f"{tmp_path / 'run'}@1")
     assert [row["epoch"] for row in read_run(tmp_path / "run").architecture] == [1, 2]
 

@@ -208,7 +208,7 @@ def test_some_classes_need_labels_and_a_phase(data: Path, tmp_path: Path) -> Non
     for number in range(8):
         Image.new("RGB", (8, 8)).save(tmp_path / "photos" / f"{number}.png")
     loose = {"epochs": 1, "data": str(tmp_path / "photos"), "image_size": 8, "classes": 2}
-    with pytest.raises(UserError, match="must lie in the folder of its class"):
+    with pytest.raises(UserError, match="must be in the folder of its class"):
         search(recipe(data, pretrain=loose), tmp_path / "run")
     assert not (tmp_path / "run").exists()
 

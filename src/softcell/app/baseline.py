@@ -1,4 +1,4 @@
-"""What a searched architecture is compared with: random architectures of its space, and plain residual networks.
+"""The baselines of a searched architecture: random architectures of its space, and plain residual networks.
 
 Random architectures are trained with the same recipe as the searched one. The size of plain networks is chosen by the
 number of epochs that their training has time for. Few epochs suit a small, shallow network. With many, the largest one
@@ -43,7 +43,7 @@ LEVEL = 0.05
 
 @dataclass(frozen=True, slots=True)
 class Baseline:
-    """Trainings of random architectures; `exit_code` is not 0 if a signal interrupted them."""
+    """Training runs of random architectures; `exit_code` is not 0 if a signal interrupted them."""
 
     results: list[TrainResult]
     split: str
@@ -129,7 +129,7 @@ def draw_random(like: Genotype, recipe: TrainRecipe, count: int) -> list[Genotyp
     # `found` describes `like`, not these.
     about = {key: value for key, value in like.about[ABOUT].items() if key != "found"}
     budget, found, last = known.budget(like.space), list[Genotype](), -1
-    if known.missed() is not None:  # it is not known yet whether the budget can be met
+    if known.missed() is not None:  # whether the budget can be met is not known yet
         budget.find_cheapest(layout, known.costs(space), None)
     for have in range(count):
         last, other = next_within(budget, draw, last + 1, have, "leave out --random, or search with a higher budget")
@@ -194,7 +194,7 @@ def missed_budget(genotype: Genotype) -> str | None:
 
 
 def within_budget(genotype: Genotype) -> str | None:
-    """The budget for random architectures beside `genotype`, and the size it is counted at; None without one."""
+    """The budget for random architectures compared with `genotype`, and the size it is counted at; None without one."""
     known = stated_budget(genotype)
     if known is None:
         return None
@@ -241,7 +241,7 @@ def rank_sum(first: Sequence[float], second: Sequence[float]) -> float:
     If a search chose its cells like chance, every way to mark `len(first)` of all values as found would be equally
     likely. The p-value is twice the share of ways whose marked values rank at least as high (or as low) as `first`
     does. It assumes nothing about the distribution of accuracies, which for random cells is far from normal. All ways
-    are counted, so this is for a dozen values on each side, not for hundreds.
+    are counted, so this suits a dozen values on each side, not hundreds.
 
     Example:
         >>> from softcell.app.baseline import rank_sum
@@ -270,7 +270,7 @@ def claim(found: Sequence[float], random: Sequence[float]) -> str:
     figures = f"{percent(means[0])} against {percent(means[1])} in the mean, p = {p:.2g} (exact rank-sum test)"
     if p > LEVEL:
         return f"Between {ours} and {others}, no difference can be claimed: {figures}."
-    # By ranks, as in the test: one failed training can move a mean to the other side.
+    # By ranks, as in the test: one failed training run can shift the mean across.
     wins = sum((one > other) - (one < other) for one in found for other in random)
     return f"The {ours} are {'better' if wins > 0 else 'worse'} than the {others}: {figures}."
 
@@ -287,15 +287,15 @@ REFERENCE = 16
 NARROWEST = 8
 """Channels of the smallest network that is chosen for lack of time; fewer save no time. A budget may ask for fewer."""
 LEAST_EPOCHS = 5
-"""A training of fewer epochs is not worth starting."""
+"""Training for fewer epochs is not worth starting."""
 ENOUGH_EPOCHS, ENOUGH_IMAGES = 20, 500_000
 """Epochs, or images, that a network with one cell per stage needs in the final training (see `enough_epochs`)."""
 GPU_FIXED = 0.7
 """Share of an epoch of the reference network on a GPU that does not depend on its multiply-adds.
 
-On an H200 (CIFAR-10, batch 512, recorded steps) networks of 22, 49 and 87 million multiply-adds took 0.24, 0.30 to 0.34
+On an H200 (CIFAR-10, batch 512, captured steps) networks of 22, 49 and 87 million multiply-adds took 0.24, 0.30 to 0.34
 and 0.35 s per epoch, a share of 0.7 to 0.85. All had one cell per stage. The lowest is used, because deeper networks
-have more kernels: a forecast that is too long costs less than a training with too few epochs.
+have more kernels: a forecast that is too long costs less than training for too few epochs.
 """
 SLOWER_BELOW, SLOWER_ABOVE = 0.5, 0.9
 """Powers of the multiply-adds by which the time on a CPU changes, for smaller and larger networks."""
@@ -374,7 +374,7 @@ def enough_epochs(depth: int, num_train: int) -> float:
     """Epochs of the final training from which a network with `depth` cells per stage is worth its time.
 
     A large dataset needs fewer epochs, because it has more steps in each. Deeper networks learn more slowly and cost
-    more per epoch, so they are for trainings that have many: four times as many for 2 cells, nine times for 3.
+    more per epoch, so they only pay off in long training runs: four times as many epochs for 2 cells, nine times for 3.
     """
     return float(min(ENOUGH_EPOCHS, max(LEAST_EPOCHS, ENOUGH_IMAGES / num_train)) * depth**2)
 

@@ -73,7 +73,7 @@ def train(
     startup: float = 0.0,
     later: Callable[[], float] | None = None,
 ) -> TrainResult:
-    """Trains, or returns the result if `resume` finds a finished training in `out`.
+    """Trains, or returns the result if `resume` finds a finished training run in `out`.
 
     startup: up to this many seconds before the first step are not part of the recipe's time. later: how many seconds
     later than planned the training may end, asked between steps.
@@ -125,7 +125,7 @@ def draw_search(result: SearchResult, *, again: bool = False) -> None:
 
 
 def draw_training(result: TrainResult) -> None:
-    """Drawings and report of a training."""
+    """Drawings and report of a training run."""
     title = f"{result.genotype.space} network on {result.recipe.data}"
     draw_genotype(result.folder, result.genotype, title)
     draw_curves(result.folder, result.metrics, title)
@@ -203,8 +203,8 @@ EVALUATION = 0.3
 class JobTime:
     """Seconds of the start, per epoch (steps, evaluation, checkpoint), and after the last epoch.
 
-    The start is what comes before the first step, and what the first epoch takes longer than others: allocation,
-    compilation and the recording of steps.
+    The start is the time before the first step, plus the extra time of the first epoch: allocation,
+    compilation and graph capture.
     """
 
     startup: float

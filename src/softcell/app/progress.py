@@ -24,7 +24,7 @@ from softcell.settings import MOST_EPOCHS
 from softcell.text import clock, count_of, percent
 
 SHOWN_EVERY = 0.05
-"""The share of a training's time after which the next epoch is shown."""
+"""The share of a training run's time after which the next epoch is shown."""
 PREPARING = "preparing: data, networks and the first step"
 REFRESH = 0.2
 """Seconds between two updates of a notebook's output."""
@@ -145,7 +145,7 @@ class Display:
         """A listener for one of several runs: its lines begin with `label`, and its bar is below the others."""
         other = Display(self._console, heading, self._quiet)
         other._label, other._bar, other._notebook = f"{label}  ", self._bar, self._notebook
-        if self._bar is not None and self._task is not None:  # each has a bar of its own
+        if self._bar is not None and self._task is not None:  # each has its own bar
             self._bar.remove_task(self._task)
             self._task = None
         self._others.append(other)
@@ -229,7 +229,7 @@ class Display:
     def _step(self, event: Stepped) -> None:
         self._left, self._fraction = event.seconds_left, event.fraction
         description = f"{self._label}{_epoch_of(event.epoch, self._num_epochs)}"
-        # The bar of a training with a time is that of its time.
+        # The bar of a training run with a time limit shows its time.
         done, total = (event.fraction, 1.0) if self._time else (event.step, event.steps)
         left = "" if event.seconds_left is None else f"{clock(event.seconds_left)} left"
         steps = f"of {clock(self._time)}" if self._time else f"step {event.step}/{event.steps}"
@@ -396,7 +396,7 @@ class Screen(Protocol):
         """Prints lines."""
 
     def working(self, what: str) -> AbstractContextManager[Callable[[int, int, str], None]]:
-        """Shows work that has no events of its own; yields a function of (done, total, next item)."""
+        """Shows work that emits no events; yields a function of (done, total, next item)."""
 
     def job(self, heading: str) -> AbstractContextManager[OnEvent]:
         """Shows a search or training."""

@@ -76,9 +76,9 @@ class Table:
         if not self.choices:
             raise UserError(f"table {self.name!r} needs at least one choice, got none")
         members = [i for contest in self.contests for i in contest]
-        assert len(set(members)) == len(members), "a choice takes part in one contest"
+        assert len(set(members)) == len(members), "a choice is in at most one contest"
         for own in (self.choices[i].candidates for i in members):
-            assert len(own) == LINK + 1 and own[0] == "none", f"what competes is `none` and a link, got {own}"
+            assert len(own) == LINK + 1 and own[0] == "none", f"only `none` and a link may compete, got {own}"
 
     def __len__(self) -> int:
         return len(self.choices)
@@ -99,12 +99,12 @@ class Table:
 
     @cached_property
     def sources(self) -> tuple[int, ...]:
-        """Nodes with leaving choices, in ascending order."""
+        """Nodes with outgoing choices, in ascending order."""
         return tuple(sorted({choice.source for choice in self.choices}))
 
     @cached_property
     def contest_of(self) -> dict[int, tuple[int, ...]]:
-        """The contest of every choice that takes part in one."""
+        """The contest of every choice that is in one."""
         return {choice: contest for contest in self.contests for choice in contest}
 
     def incoming(self, target: int) -> tuple[int, ...]:

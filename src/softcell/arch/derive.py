@@ -51,8 +51,9 @@ def derive_picks(layout: Layout, table: Table, strengths: Tensor, rule: Rule | N
 def derive_cheapest(layout: Layout, costs: Mapping[str, Tensor], rule: Rule | None = None) -> Genotype:
     """The architecture that costs least among those `rule` derives and whose cells reach their outputs.
 
-    costs: per table [choices, width], what a candidate costs on its edge, none below 0. Where a rule may derive `none`
-    on an edge, it is one path from an input to an output node: every further edge and node only adds to the cost.
+    costs: per table [choices, width], the cost of a candidate on its edge, never negative. Where a rule may derive
+    `none` on an edge, it is one path from an input to an output node: every further edge and node only adds to the
+    cost.
 
     Example:
         >>> import torch

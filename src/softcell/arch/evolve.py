@@ -1,7 +1,7 @@
 """Evolution of architectures: the selection of single-path one-shot search (SPOS, Guo et al., ECCV 2020, Algorithm 1).
 
 A population starts at random and is replaced generation by generation with children of the best: half of them by
-crossover of two, half by mutation of one. Architectures that break a limit are left out. Parents and children are
+crossover of two, half by mutation of one. Architectures that break a limit are skipped. Parents and children are
 described by strengths, from which the space's rule derives, so every child is an architecture of the space.
 """
 

@@ -88,7 +88,7 @@ class Genotype(Shown):
 
     @classmethod
     def from_dict(cls, data: object, where: str = "genotype") -> Genotype:
-        """Reads what `to_dict` wrote; anything else is refused with the rule it breaks."""
+        """Reads what `to_dict` wrote; anything else is rejected with the rule it breaks."""
         if not isinstance(data, dict) or data.get("format") != FORMAT:
             raise UserError(
                 f"{where}: a genotype file must say format={FORMAT!r}; for DARTS or NAS-Bench-201 notation use "
@@ -252,6 +252,6 @@ def check_against(genotype: Genotype, layout: Layout) -> None:
                 )
             if pick.op not in candidates:
                 raise UserError(
-                    f"operation {pick.op!r} is no candidate of edge {pick.source}->{pick.target} in cell "
+                    f"operation {pick.op!r} is not a candidate of edge {pick.source}->{pick.target} in cell "
                     f"{table.name!r}; candidates: {', '.join(candidates)}"
                 )

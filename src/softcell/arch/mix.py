@@ -1,4 +1,4 @@
-"""What a method gives the supernet for one step.
+"""The mix: what a method passes to the supernet for one step.
 
 Most methods give plain weights, one number per site, choice and candidate (`WeightMix`); the supernet then sums all
 candidates of a node in one pass. A method that computes its weights from the feature maps derives from `Mix` and
@@ -56,12 +56,12 @@ class Mix(ABC):
 
     @abstractmethod
     def combine(self, site: int, choice: int, outputs: Mapping[int, Tensor | None]) -> Tensor | None:
-        """One output [n, c, h, w] out of those of the live candidates; None stands for zeros."""
+        """One output [n, c, h, w] out of those of the live candidates; None means zeros."""
 
     def combine_together(
         self, site: int, outputs: Mapping[int, Mapping[int, Tensor | None]]
     ) -> Mapping[int, Tensor | None]:
-        """What `combine` would give for choices that leave one node, by choice, where one call for all is cheaper.
+        """What `combine` would give for the outgoing choices of one node, by choice, where one call for all is cheaper.
 
         Choices missing from the result are combined one by one.
         """
@@ -97,7 +97,7 @@ class Mix(ABC):
         return None
 
     def copy(self) -> Self:
-        """The same mix in memory of its own; itself where its numbers are parameters, which change in place."""
+        """The same mix in separate memory; itself where its numbers are parameters, which change in place."""
         return self
 
     def take(self, other: Self) -> None:
@@ -114,7 +114,7 @@ class WeightMix(Mix):
     tensor [choices, width] of ones and zeros. Such a site ignores `weights`.
     masked: per site the candidates that run and their weights [choices, width], 0 or 1. Such a site ignores `weights`.
     offsets: per table [choices] a number that each choice adds to all values of its target node, in mixed cells. Copies
-    of the mix leave it out: it is for gradients, of terms whose value is 0.
+    of the mix leave it out: it only carries gradients of terms whose value is 0.
 
     Example:
         >>> import torch
@@ -178,7 +178,7 @@ class WeightMix(Mix):
         return (tuple(self.live(site) for site in range(len(self._weights))), self._picked)
 
     def copy(self) -> Self:
-        """The same mix in memory of its own; sites that share weights still do."""
+        """The same mix in separate memory; sites that share weights still do."""
         twin = object.__new__(type(self))
         known = {id(weights): weights.detach().clone() for weights in _all(self)}
         twin._weights = [known[id(weights)] for weights in self._weights]

@@ -1,4 +1,4 @@
-"""The notations every other tool of the field speaks: DARTS `Genotype(...)` and NAS-Bench-201 strings, both ways.
+"""The notations that other tools use: DARTS `Genotype(...)` and NAS-Bench-201 strings, both ways.
 
 Text is parsed, never evaluated.
 """
@@ -74,7 +74,7 @@ def from_darts(text: str, name: str | None = None) -> Genotype:
 
 
 def to_darts(genotype: Genotype) -> str:
-    """DARTS notation; only for cells of two inputs per inner node, which is all the notation can say.
+    """DARTS notation; only for cells of two inputs per inner node, which is all that the notation can express.
 
     Example:
         >>> from softcell.arch import notation, sample
@@ -96,7 +96,7 @@ def to_darts(genotype: Genotype) -> str:
             incoming += [pick for pick in cell.incoming(target) if pick.op == "none"][: max(0, 2 - len(incoming))]
             if len(incoming) != 2:
                 raise UserError(
-                    f"DARTS notation says exactly 2 edges per inner node, but node {target} of the {name} cell has "
+                    f"DARTS notation has exactly 2 edges per inner node, but node {target} of the {name} cell has "
                     f"{len(incoming)}; keep softcell JSON for this architecture"
                 )
             edges += [(pick.op, pick.source) for pick in incoming]
@@ -150,7 +150,7 @@ def to_nb201(genotype: Genotype) -> str:
         incoming = {pick.source: pick.op for pick in cell.incoming(target)}
         if len(cell.incoming(target)) != target or set(incoming) != set(range(target)):
             raise UserError(
-                f"a NAS-Bench-201 string says one operation for each of the {target} edges into node {target}, got "
+                f"a NAS-Bench-201 string has one operation for each of the {target} edges into node {target}, got "
                 f"{', '.join(map(str, cell.incoming(target))) or 'none'}; keep softcell JSON for this architecture"
             )
         nodes.append("|" + "|".join(f"{incoming[source]}~{source}" for source in range(target)) + "|")
@@ -186,7 +186,7 @@ def _chosen(calls: dict[str, ast.Call], name: str | None) -> ast.Call:
     listed = ", ".join(calls)
     if name is not None:
         if name not in calls:
-            raise UserError(f"DARTS notation: no genotype is called {name!r}; there are: {listed}")
+            raise UserError(f"DARTS notation: no genotype is named {name!r}; there are: {listed}")
         return calls[name]
     if len(calls) > 1:
         raise UserError(
@@ -263,7 +263,7 @@ def _range(node: ast.expr) -> list[int]:
 
 
 def _strict(kind: type[T], value: object) -> T:
-    """`value` itself if it is of just this kind: 0.5 is no node, and 7 is no operation."""
+    """`value` itself if it is of just this kind: 0.5 is not a node, and 7 is not an operation."""
     if type(value) is not kind:
         raise TypeError(f"{value!r} is no {kind.__name__}")
     return value

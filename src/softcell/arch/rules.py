@@ -154,7 +154,7 @@ class TopInputs(Rule):
     def sample(self, table: Table, rng: random.Random) -> tuple[Pick, ...]:
         picks: list[Pick] = []
         for target in table.targets:
-            # Subsets of edges weigh as much as the architectures they stand for: that makes ragged tables uniform too.
+            # Subsets of edges weigh as much as the architectures they represent: that makes ragged tables uniform too.
             subsets = list(itertools.combinations(self._edges(table, target), self._kept(table, target)))
             weights = [prod(len(options) for options in subset) for subset in subsets]
             (subset,) = rng.choices(subsets, weights)
@@ -325,7 +325,7 @@ class FeaturePairs(Rule):
         picks: list[Pick] = []
         for target in table.targets:
             subsets = self._subsets(table, target)
-            # Pairs of edges weigh as much as the architectures they stand for: that makes ragged tables uniform too.
+            # Pairs of edges weigh as much as the architectures they represent: that makes ragged tables uniform too.
             (subset,) = rng.choices(subsets, self._weights(table, target))
             drawn = _draw(subset, rng)
             while len(subset) > 1 and not self._has_pick(drawn):

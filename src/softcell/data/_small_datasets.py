@@ -2,7 +2,7 @@
 
 CIFAR and the downsampled ImageNet are published as pickles, and a pickle may call any function it can name.
 `read_batch` runs no code that a pickle names: the four names that numpy arrays are made of lead to small stand-ins,
-every other name is refused, and numpy's own (C) unpickling is not used either. An array is made from its bytes, whose
+every other name is rejected, and numpy's own (C) unpickling is not used either. An array is made from its bytes, whose
 number is checked.
 """
 
@@ -143,7 +143,7 @@ def load_cifar(name: str, root: Path) -> Dataset:
             if (folder / (layout.train[0] + suffix)).is_file():
                 return _load_cifar_from(folder, suffix, layout)
     raise UserError(
-        f"{name} must lie in {layout.binary_folder}/ or {layout.python_folder}/ (its official archives, "
+        f"{name} must be in {layout.binary_folder}/ or {layout.python_folder}/ (its official archives, "
         f"unpacked), but neither is at {root}; fetch one from https://www.cs.toronto.edu/~kriz/cifar.html "
         "and give its folder as root"
     )
@@ -372,6 +372,6 @@ def check_labels(labels: NDArray[np.int64], low: int, high: int, path: Path) -> 
     if len(wrong):
         first = int(wrong[0])
         raise UserError(
-            f"labels must lie in {low}..{high}, but image {first} of {path} has label {int(labels[first])}; "
-            "the file is damaged or of another dataset"
+            f"labels must be in {low}..{high}, but image {first} of {path} has label {int(labels[first])}; "
+            "the file is damaged or belongs to another dataset"
         )

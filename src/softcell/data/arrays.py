@@ -171,7 +171,7 @@ def _check_test(
         )
     if labels.min() < 0 or labels.max() >= num_classes:
         raise UserError(
-            f"test labels must lie in 0..{num_classes - 1}, but 'y_test' of {path} has {labels.min()}..{labels.max()}"
+            f"test labels must be in 0..{num_classes - 1}, but 'y_test' of {path} has {labels.min()}..{labels.max()}"
         )
 
 
@@ -221,7 +221,7 @@ class KeptArrays:
         if self.path.exists():
             return
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        partial = self.path.with_name(f".{self.path.name}.{os.getpid()}")  # beside it, so that the rename is atomic
+        partial = self.path.with_name(f".{self.path.name}.{os.getpid()}")  # same folder: an atomic rename
         try:
             with open(partial, "wb") as stream:
                 np.savez(stream, **self.content)  # type: ignore[arg-type]
@@ -237,7 +237,7 @@ def _content(data: Any) -> tuple[str, dict[str, AnyArray]]:
     parts = dict(data) if isinstance(data, Mapping) else {"train": data}
     unknown = parts.keys() - {"train", "test", "classes"}
     if unknown:
-        raise UserError(f"data must be {_KINDS}, but got the key {min(unknown)!r} beside 'train'; leave it out")
+        raise UserError(f"data must be {_KINDS}, but got the key {min(unknown)!r} in addition to 'train'; leave it out")
     name, images, labels, classes = _pair(parts["train"])
     content = {"x_train": images, "y_train": labels}
     if parts.get("test") is not None:
@@ -290,5 +290,5 @@ def _array(value: Any) -> AnyArray:
         value = (value.float() if value.dtype in (torch.bfloat16, torch.float16) else value).numpy()
     found = np.asarray(value)
     if found.dtype == object:
-        raise UserError(f"data must be {_KINDS}, but got a {type(value).__name__} that is no array of numbers")
+        raise UserError(f"data must be {_KINDS}, but got a {type(value).__name__} that is not an array of numbers")
     return found

@@ -7,7 +7,7 @@ Deviation: a random resized crop is bilinear without antialiasing, on the stored
 decoding; of ImageNet the part of a photograph outside its central square is never seen. In return the crop of a sample
 is a function of (seed, epoch, sample) alone and runs batched on the device.
 Deviation: jitter applies brightness, contrast and saturation in this order (not shuffled) and leaves hue
-alone.
+unchanged.
 """
 
 import math
@@ -24,7 +24,7 @@ from softcell.errors import UserError
 # Streams of the hash, one per random number of a sample.
 CROP_Y, CROP_X, FLIP, CUTOUT_Y, CUTOUT_X, BRIGHTNESS, CONTRAST, SATURATION = range(8)
 AREA = 8
-NUM_TRIES = 10  # tries for a resized crop that lies inside the image
+NUM_TRIES = 10  # tries for a resized crop that is inside the image
 RATIO = AREA + NUM_TRIES
 _NUM_STREAMS = AREA
 _NUM_STREAMS_RESIZED = RATIO + NUM_TRIES
@@ -231,7 +231,7 @@ def augment(
     mean, std: [C], in 0..1 units.
     size: (H, W) that a resized crop or a window gives, (H', W') when None; other settings never change the size.
 
-    Nothing waits for the device. For CUDA-graph capture give `epoch` as a 0-d tensor on the device.
+    Nothing synchronises with the device. For CUDA-graph capture give `epoch` as a 0-d tensor on the device.
 
     Example:
         >>> import torch

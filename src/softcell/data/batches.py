@@ -137,7 +137,7 @@ class Batches:
         return (self.finish(*draft) for draft in self.drafts(epoch, start))
 
     def drafts(self, epoch: int, start: int = 0) -> Iterator[Draft]:
-        """The same batches before `finish`, which a recorded step calls itself: nothing is launched here."""
+        """The same batches before `finish`, which a captured step calls itself: nothing is launched here."""
         if not 0 <= start <= self.num_batches:
             raise UserError(
                 f"0 <= start <= num_batches must hold, but got start={start}, "
@@ -242,7 +242,7 @@ def _check(batch_size: int, indices: Tensor, num_images: int, rank: int, world: 
     low, high = int(indices.min()), int(indices.max())
     if low < 0 or high >= num_images:
         raise UserError(
-            f"indices must lie in 0..{num_images - 1}, but got {low}..{high}; was the split made for other data?"
+            f"indices must be in 0..{num_images - 1}, but got {low}..{high}; was the split made for other data?"
         )
 
 

@@ -86,7 +86,7 @@ def _line_of(file: Path, key: int) -> int:
 
 
 def _check_boxes(file: Path, boxes: Mapping[int, Box], paths: Mapping[int, Path]) -> None:
-    """Raise `UserError` if a box lies outside its image; reads only headers."""
+    """Raise `UserError` if a box is outside its image; reads only headers."""
 
     def outside(key: int) -> tuple[int, int] | None:
         left, top, width, height = boxes[key]
@@ -98,7 +98,7 @@ def _check_boxes(file: Path, boxes: Mapping[int, Box], paths: Mapping[int, Path]
         for key, size in zip(paths, pool.map(outside, paths), strict=True):
             if size is not None:
                 raise UserError(
-                    f"{file}: the box of image {key} must lie in the image, which is {size[0]}x{size[1]}, but is at "
+                    f"{file}: the box of image {key} must be in the image, which is {size[0]}x{size[1]}, but is at "
                     f"{' '.join(f'{number:g}' for number in boxes[key])} (x, y, width, height); unpack the archive "
                     "again, or use cub200"
                 )

@@ -66,9 +66,7 @@ def scan(root: Path, classes: tuple[str, ...] | None = None) -> Scan:
     entries = _entries(root)
     stray = next((entry.name for entry in entries if _is_image(entry)), None)
     if stray is not None:
-        raise UserError(
-            f"every image must lie in the folder of its class, but {root / stray} lies outside; move it into one"
-        )
+        raise UserError(f"every image must be in the folder of its class, but {root / stray} is not; move it into one")
     folders = [entry.name for entry in entries if entry.is_dir()]
     if classes is None:
         classes = tuple(folders)

@@ -394,7 +394,9 @@ def gathered(parts: Sequence[tuple[Images, Tensor]], *, is_test: bool) -> Images
     All parts must be in memory or all in files, with the same shape. Nothing is decoded.
     """
     first, labels = parts[0][0], torch.cat([images.labels.cpu()[chosen] for images, chosen in parts])
-    assert len({(type(images), images.shape) for images, _ in parts}) == 1, "parts of one dataset are alike"
+    assert len({(type(images), images.shape) for images, _ in parts}) == 1, (
+        "parts of one dataset have one type and shape"
+    )
     if isinstance(first, Resident):
         pixels = torch.cat([images._pixels[chosen] for images, chosen in parts if isinstance(images, Resident)])
         return Resident(pixels, labels, is_test=is_test, view=first.shape[1:])

@@ -53,8 +53,7 @@ def _part_sizes(fractions: Mapping[str, float | int], total: int) -> Counts:
     for name, value in fractions.items():
         if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
             raise UserError(
-                f"a part must be a fraction in (0, 1] or a count >= 1, but {name!r} is {value!r}; "
-                "leave out parts that are to be empty"
+                f"a part must be a fraction in (0, 1] or a count >= 1, but {name!r} is {value!r}; leave out empty parts"
             )
         if isinstance(value, float) and value > 1:
             raise UserError(
@@ -64,7 +63,7 @@ def _part_sizes(fractions: Mapping[str, float | int], total: int) -> Counts:
     rest = total - sum(shares)
     if rest < -_ROUNDING * total:
         raise UserError(
-            f"the parts must not exceed the {total} images there are, but {dict(fractions)} asks for "
+            f"the parts must not exceed the {total} available images, but {dict(fractions)} asks for "
             f"{sum(shares):g}; make a part smaller"
         )
     shares.append(rest if rest > _ROUNDING * total else 0)
@@ -192,5 +191,5 @@ def check_readable(is_test: bool) -> None:
     if is_test and _depth:
         raise AssertionError(
             "the test set is sealed: no images flagged is_test may be read inside test_set_sealed(), "
-            "but a read was tried; use a split of the training images instead"
+            "but one was about to be read; use a split of the training images instead"
         )

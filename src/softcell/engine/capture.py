@@ -1,13 +1,13 @@
-"""Records a step once as a CUDA graph and replays it: thousands of kernel launches become one.
+"""Captures a step once as a CUDA graph and replays it: thousands of kernel launches become one.
 
-A captured step is a function of tensors on the device alone. It writes its results (weights, optimiser state, meters)
+A captured step is a function only of tensors on the device. It writes its results (weights, optimiser state, meters)
 in place, reads its schedules from buffers that are filled in place, and never reads a value back from the device.
 
 If the host decides what a step does (which candidates run), that decision is passed as `key`, and there is one
-recording per key. Recordings share one memory pool. When there are too many, all are deleted and recorded again on use.
+graph per key. Graphs share one memory pool. When there are too many, all are deleted and captured again on use.
 
-With several processes, collectives of NCCL are recorded with the step. Those of another backend run on the host: they
-divide the recording into parts, between which they are called (`between_parts`).
+With several processes, collectives of NCCL are captured with the step. Those of another backend run on the host: they
+divide the capture into parts, between which they are called (`between_parts`).
 """
 
 from __future__ import annotations
@@ -29,29 +29,29 @@ from softcell.errors import UserError
 Step = Callable[..., None]
 Engine = Literal["auto", "eager", "graph"]
 
-# Eager steps before the first recording: in these cuDNN picks its algorithms and optimisers create their state.
+# Eager steps before the first capture: in these cuDNN picks its algorithms and optimisers create their state.
 WARMUP = 3
-# Eager steps with a key before it is recorded: a decision that keeps changing is cheaper to run than to record.
+# Eager steps with a key before it is captured: a decision that keeps changing is cheaper to run than to capture.
 EAGER_STEPS_PER_KEY = 2
 MAX_GRAPHS = 16
 MAX_COUNTED_KEYS = 1024
 STREAM_POOL = 32
 """Streams of one priority that torch hands out."""
 STREAM_PRIORITIES = (-1, 0)
-"""The higher one first: what `kernels.schedule` launches beside a step may wait for the step."""
+"""The higher one first: what `kernels.schedule` launches alongside a step may wait for the step."""
 MAX_SHARING_RUNS = STREAM_POOL * len(STREAM_PRIORITIES) // 4
-"""Runs that can share a device: each needs a stream of its own and one each for steps, validation and selection."""
+"""Runs that can share a device: each needs its own stream and one each for steps, validation and selection."""
 
 
 class CapturedStep:
-    """Calls `step` eagerly a few times, then records it and replays the recording; each `key` has its own.
+    """Calls `step` eagerly a few times, then captures it and replays the graph; each `key` has its own.
 
-    The first calls are real steps of the run, so nothing has to be undone. When recording fails, `notify`
+    The first calls are real steps of the run, so nothing has to be undone. When capture fails, `notify`
     receives the reason once and the step stays eager.
     """
 
     failures: ClassVar[int] = 0
-    """Number of failed recordings in this process, over all steps."""
+    """Number of failed captures in this process, over all steps."""
 
     def __init__(self, step: Step, notify: Callable[[str], None], warmup: int = WARMUP, kept: int = MAX_GRAPHS) -> None:
         self._step, self._notify, self._left, self._kept = step, notify, warmup, kept
@@ -84,7 +84,7 @@ class CapturedStep:
         return self._tried[key]
 
     def _eager_on_side_stream(self, *inputs: Tensor) -> None:
-        """Run the step on the stream of the recording: what a recording uses must not come from the default stream."""
+        """Run the step on the stream of the capture: what a capture uses must not come from the default stream."""
         current, side = torch.cuda.current_stream(), self._stream()
         side.wait_stream(current)
         with torch.cuda.stream(side):
@@ -103,12 +103,12 @@ class CapturedStep:
         graph.replay()
 
     def _forget(self) -> None:
-        """Delete recordings after a failure anywhere: the random state that they draw from has been replaced."""
+        """Delete graphs after a failure anywhere: the random state that they draw from has been replaced."""
         self._drop()
         self._known_failures = CapturedStep.failures
 
     def _drop(self) -> None:
-        """Delete all recordings: the end of one may free what others of the same stream use (`own_stream`)."""
+        """Delete all graphs: the end of one may free what others of the same stream use (`own_stream`)."""
         if self._graphs:
             torch.cuda.synchronize()  # they may still be running
         for graph in self._graphs.values():
@@ -122,33 +122,33 @@ class CapturedStep:
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
             self._inputs = [tensor.clone() for tensor in inputs]
-            torch.cuda.empty_cache()  # frees the memory of eager steps for the recordings
+            torch.cuda.empty_cache()  # frees the memory of eager steps for the graphs
         generator: Any = torch.cuda.default_generators[torch.cuda.current_device()]
         state = generator.clone_state()
         graph, reason = Recording(self._pool), None
         try:
-            # One pool for all: recordings never run at the same time and read nothing that another left there.
+            # One pool for all: graphs never run at the same time and read nothing that another left there.
             with _recording(graph, self._stream()):
                 self._step(*self._inputs)
         except RuntimeError as error:
-            # Ending a failed recording raises too, with a less useful message than the first error.
+            # Ending a failed capture raises too, with a less useful message than the first error.
             reason = str(error.__context__ or error).strip().splitlines()[0]
-        if reason is not None:  # outside the handler, which keeps the failed recording's tensors alive
+        if reason is not None:  # outside the handler, which keeps the failed capture's tensors alive
             self._gave_up = True
             CapturedStep.failures += 1
             self._forget()
             self._inputs = []
-            # torch still marks the current state as being recorded and would refuse to draw from it.
+            # torch still marks the current state as being captured and would refuse to draw from it.
             generator.graphsafe_set_state(state)
-            self._notify(f"this step cannot be recorded as a CUDA graph ({reason}); using the eager engine")
+            self._notify(f"this step cannot be captured as a CUDA graph ({reason}); using the eager engine")
             self._step(*inputs)
             return
         self._graphs[key] = graph
-        self._replay(graph, *inputs)  # recording executes nothing: this is the step itself
+        self._replay(graph, *inputs)  # capturing executes nothing: this is the step itself
 
 
 class Recording:
-    """A recorded step: CUDA graphs of one memory pool, and between them calls on the host."""
+    """A captured step: CUDA graphs of one memory pool, and between them calls on the host."""
 
     current: ClassVar[Recording | None] = None
     """The one that is being made."""
@@ -161,7 +161,7 @@ class Recording:
     def begin(self) -> None:
         graph = torch.cuda.CUDAGraph()
         if dist.is_available() and dist.is_initialized():
-            # Threads of NCCL, too, call CUDA; what they do must not end the recording of this one.
+            # Threads of NCCL call CUDA too; what they do must not end this capture.
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
         else:
             graph.capture_begin(pool=self._pool)
@@ -187,10 +187,10 @@ class Recording:
 
 
 def between_parts(call: Callable[[], None]) -> None:
-    """Call it now, or, while a step is being recorded, whenever the replay reaches this point.
+    """Call it now, or, while a step is being captured, whenever the replay reaches this point.
 
     What `call` reads and writes must stay where it is; `call` itself keeps it alive. Not for autograd's threads: a
-    recording must end in the thread that began it.
+    capture must end in the thread that began it.
     """
     if Recording.current is None:
         call()
@@ -200,10 +200,10 @@ def between_parts(call: Callable[[], None]) -> None:
 
 @contextmanager
 def _recording(graph: Recording, stream: torch.cuda.Stream) -> Iterator[None]:
-    """Record what runs inside into `graph`.
+    """Capture what runs inside into `graph`.
 
     Like `torch.cuda.graph`, but cached memory is kept: later steps would have to allocate it again. Garbage collection
-    is off inside, since freeing a graph of an earlier run would end the recording.
+    is off inside, since freeing a graph of an earlier run would end the capture.
     """
     collects = gc.isenabled()
     torch.cuda.synchronize()
@@ -225,20 +225,20 @@ def _recording(graph: Recording, stream: torch.cuda.Stream) -> Iterator[None]:
 def prepare_step(
     step: Step, engine: Engine, world: World, notify: Callable[[str], None], *, divides: bool = False
 ) -> Step:
-    """`step` as the chosen engine runs it; `auto` records on CUDA devices only.
+    """`step` as the chosen engine runs it; `auto` captures on CUDA devices only.
 
-    divides: all collectives of the step go through `between_parts` where NCCL is not used, so that it can be recorded
-    with every backend. If a step is not recorded, `notify` receives the reason with `graph` and on any GPU.
+    divides: all collectives of the step go through `between_parts` where NCCL is not used, so that it can be captured
+    with every backend. If a step is not captured, `notify` receives the reason with `graph` and on any GPU.
     """
     if engine == "eager":
         return step
     reason = None
     if world.device.type != "cuda":
-        reason = f"recording needs a CUDA device, but this run is on {world.device.type}"
+        reason = f"graph capture needs a CUDA device, but this run is on {world.device.type}"
     elif world.size > 1 and not divides and dist.get_backend() != "nccl":
         reason = (
-            f"steps of several processes with shared norms are recorded with NCCL only, but this run uses "
-            f"{dist.get_backend()} (norms=local can be recorded)"
+            f"steps of several processes with shared norms are captured with NCCL only, but this run uses "
+            f"{dist.get_backend()} (norms=local can be captured)"
         )
     if reason is None:
         return CapturedStep(step, notify)
@@ -266,9 +266,9 @@ def own_stream(owner: object, device: int | None = None) -> torch.cuda.Stream:
     """A CUDA stream that belongs to `owner` alone as long as it lives.
 
     torch hands out streams from a pool of 32 and then starts over. Sharing one keeps the order of work but breaks
-    recordings: cuBLAS has one workspace per stream, whose address is recorded. Recordings of two runs that were made on
+    graphs: cuBLAS has one workspace per stream, whose address is captured. Graphs of two runs that were captured on
     one stream and are replayed at once would write into the same workspace; and since torch 2.12 the end of one
-    recording frees the workspace of all that were made on its stream (pytorch issue 193402).
+    graph frees the workspace of all that were made on its stream (pytorch issue 193402).
     """
     stream = _free(device)
     if stream is None:

@@ -131,7 +131,7 @@ def _payload(path: Path) -> bytes:
     except OSError as error:
         raise _Bad(f"cannot be read ({error.strerror or error})") from error
     if len(data) < _HEADER.size:
-        raise _Bad(f"is cut short ({len(data)} bytes, less than its header)")
+        raise _Bad(f"is truncated ({len(data)} bytes, less than its header)")
     magic, version, length, digest = _HEADER.unpack_from(data)
     payload = data[_HEADER.size :]
     if magic != MAGIC:
@@ -160,7 +160,7 @@ def _decode(path: Path) -> dict[str, Any]:
 
 
 def _plain(value: Any, where: str) -> Any:
-    """Copy the containers of `value`; refuse what `torch.load(weights_only=True)` would refuse later."""
+    """Copy the containers of `value`; reject what `torch.load(weights_only=True)` would reject later."""
     if isinstance(value, Mapping):
         return {_key(key, where): _plain(item, f"{where}[{key!r}]") for key, item in value.items()}
     if type(value) in (list, tuple):

@@ -51,7 +51,7 @@ class World:
 
 
 def start(device: torch.device | str) -> World:
-    """Join the processes that `torchrun` started; without `torchrun` the world is this process alone.
+    """Join the processes that `torchrun` started; without `torchrun` the world is only this process.
 
     Each process takes the CUDA device of its local rank. A world of one has no process group at all.
     """
@@ -99,7 +99,7 @@ def has_agent_store() -> bool:
 
 
 def connect(timeout: timedelta, is_host: bool = False) -> Any:
-    """A connection of its own to the store of the launch."""
+    """A separate connection to the store of the launch."""
     return dist.TCPStore(  # type: ignore[attr-defined]
         os.environ["MASTER_ADDR"],
         int(os.environ["MASTER_PORT"]),
@@ -133,7 +133,7 @@ def restarted_folder() -> Path | None:
 
 
 def is_main_process() -> bool:
-    """Whether this process writes files and speaks to the user; known before it has joined the others."""
+    """Whether this process writes files and prints; known before it has joined the others."""
     return int(os.environ.get("RANK", "0")) == 0
 
 
@@ -231,7 +231,7 @@ def gather_objects(value: T, world: World) -> list[T]:
 
 
 def on_main(function: Callable[[], T], world: World) -> T:
-    """Call `function` on rank 0 alone and return its result, or raise its error, on every rank.
+    """Call `function` only on rank 0 and return its result, or raise its error, on every rank.
 
     Without the error the other ranks would wait forever.
     """
@@ -257,7 +257,7 @@ def barrier(world: World) -> None:
 
 
 def agree(flags: Sequence[int], world: World) -> list[int]:
-    """The largest value of each flag over the ranks, so that all ranks decide alike and none is left waiting."""
+    """The largest value of each flag over the ranks, so that all ranks decide the same and none is left waiting."""
     if world.size == 1:
         return list(flags)
     shared = torch.tensor(flags, dtype=torch.int64, device=world.device)

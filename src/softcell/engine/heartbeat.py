@@ -47,7 +47,7 @@ class Heartbeat:
     """Beats for this rank and watches the others until `stop`.
 
     A rank that loses another one ends: the main thread by `explain`, if its collective raises; otherwise a thread ends
-    the process with exit code 2. One rank alone prints the message.
+    the process with exit code 2. Only one rank prints the message.
     """
 
     def __init__(self, world: World) -> None:

@@ -65,7 +65,7 @@ class RunState:
             torch.cuda.init()  # type: ignore[no-untyped-call]
             self._index = torch.cuda.current_device() if device.index is None else device.index
             self._stream = own_stream(self, self._index)
-            # A separate state object: a recorded graph reads the one that was installed when it was recorded.
+            # A separate state object: a CUDA graph reads the one that was installed when it was captured.
             self._cuda: Any = torch.cuda.default_generators[self._index].clone_state()
 
     @contextmanager

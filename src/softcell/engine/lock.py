@@ -79,13 +79,13 @@ def holder(file: Path) -> str:
     if found is None:
         return "another process"
     command = f" (`{found['command']}`)" if found.get("command") else ""
-    # Without locks in the file system, nobody can check whether a process of another machine still runs.
+    # Without locks in the file system, it is impossible to check whether a process of another machine still runs.
     gone = "" if found["host"] == socket.gethostname() else f"; if that process is gone, delete {file}"
     return f"process {found['pid']} on {found['host']}, since {found['since']}{command}{gone}"
 
 
 def open_lock(file: Path) -> int:
-    """A descriptor of a lock file, created if missing; a link is refused."""
+    """A descriptor of a lock file, created if missing; a link is rejected."""
     return os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
 
 
@@ -136,7 +136,7 @@ def _make(folder: Path) -> list[Path]:
     except OSError as error:
         _remove(missing)
         raise UserError(
-            f"a run needs a folder it may write, but {folder} cannot be made ({error.strerror or error}); give another "
+            f"a run needs a writable folder, but {folder} cannot be created ({error.strerror or error}); give another "
             "--out"
         ) from error
     return missing
@@ -155,7 +155,7 @@ def _lock(folder: Path) -> int:
             descriptor = open_lock(file)
         except OSError as error:
             raise UserError(
-                f"a run needs a folder it may write, but {file} cannot be opened ({error.strerror or error}); free "
+                f"a run needs a writable folder, but {file} cannot be opened ({error.strerror or error}); free "
                 "some space, or give another --out"
             ) from error
         try:
@@ -163,7 +163,7 @@ def _lock(folder: Path) -> int:
                 raise UserError(
                     f"{folder} is in use by {holder(file)}; wait until it has ended, or give another folder"
                 )
-            # The previous holder may have removed the file after it was opened here: nobody else would see this lock.
+            # The previous holder may have removed the file since it was opened: no other process would see this lock.
             try:
                 is_current = os.path.samestat(os.fstat(descriptor), os.stat(file))
             except FileNotFoundError:
@@ -176,7 +176,7 @@ def _lock(folder: Path) -> int:
             file.unlink(missing_ok=True)
             os.close(descriptor)
             raise UserError(
-                f"a run needs {RESERVE // 1024} KB to start, but they cannot be written to {folder} "
+                f"a run needs {RESERVE // 1024} KB to start, but cannot write them to {folder} "
                 f"({error.strerror or error}); free some space, then repeat the command"
             ) from error
         except BaseException:
@@ -196,7 +196,7 @@ def _release(folder: Path) -> None:
             return
         del _held[key]
         with contextlib.suppress(OSError):
-            (folder / LOCK).unlink(missing_ok=True)  # before the release: nobody may lock a file that is then removed
+            (folder / LOCK).unlink(missing_ok=True)  # before the release: no process may lock a removed file
         os.close(held.descriptor)
         _remove(held.made)
 

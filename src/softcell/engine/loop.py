@@ -80,7 +80,7 @@ def run(
         on_event: called on rank 0 for each event.
         save_every_epochs: epochs between checkpoints, more where saving takes long (`MAX_SAVING_SHARE`); the last
             epoch is always saved.
-        identity: what checkpoints belong to (`softcell.engine.checkpoint`); a checkpoint of another run is refused.
+        identity: what checkpoints belong to (`softcell.engine.checkpoint`); a checkpoint of another run is rejected.
 
     Example:
         >>> import torch
@@ -132,7 +132,7 @@ def steps_of(
 ) -> Steps[Outcome]:
     """`run`, pausing after every step, so that several runs can share a process.
 
-    budget: ends the run when its time is over, within an epoch too; the task's epochs remain a limit.
+    budget: ends the run when its time is up, within an epoch too; the task's epochs remain a limit.
     """
     if save_every_epochs < 1:
         raise UserError(f"`save_every_epochs >= 1` must hold, but got save_every_epochs={save_every_epochs}")
@@ -141,7 +141,7 @@ def steps_of(
 
 @dataclass(slots=True)
 class _Progress:
-    """How far the run is, apart from the task's own state."""
+    """The progress of the run, apart from the task's own state."""
 
     epoch: int = 0
     step: int = 0
@@ -266,7 +266,7 @@ class _Loop:
         try:
             self._emit(EpochEnded(ended, at.history.last()))
         except BaseException:
-            # A run that is ended by this callback resumes here. Other ranks do not know and cannot take part in saving.
+            # A run that is ended by this callback resumes here. Other ranks do not know and cannot join in saving.
             if not saves and self.world.size == 1:
                 self._save()
             raise

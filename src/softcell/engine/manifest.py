@@ -91,7 +91,7 @@ def migrate(manifest: dict[str, Any], source: str = "the manifest") -> dict[str,
     manifest = copy.deepcopy(manifest)
     recipe = manifest.get("recipe")
     if isinstance(recipe, dict) and recipe.get("engine") == "compile":
-        recipe["engine"] = "auto"  # an engine of earlier versions: results differ by rounding alone
+        recipe["engine"] = "auto"  # an engine of earlier versions: results differ only by rounding
     return manifest
 
 

@@ -1,6 +1,6 @@
 """Loss and accuracy, kept on the device, and the lines of JSON that record them.
 
-Nothing waits for the host until sums are read.
+Nothing synchronises with the host until sums are read.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def in_top(logits: Tensor, labels: Tensor, top: int = TOP) -> Tensor:
     """Whether the true class is among the `top` strongest of logits [n, classes]: bool [n].
 
     Among equal logits the earlier class counts as stronger, as in `argmax`: a network whose outputs are all equal is
-    right for `top` classes, not for all. Nothing is sorted, so a recorded step may call it.
+    right for `top` classes, not for all. Nothing is sorted, so a captured step may call it.
     """
     own, numbers = logits.gather(1, labels[:, None]), torch.arange(logits.shape[1], device=logits.device)
     stronger = (logits > own) | ((logits == own) & (numbers < labels[:, None]))
@@ -155,7 +155,7 @@ class DivergedError(UserError):
         kept = f" {Path(folder)} keeps its last good checkpoint." if checkpoint.exists(folder) else ""
         super().__init__(
             f"every loss must be finite, but it became {failure.value} in epoch {epoch + 1} at step {failure.step}. "
-            "Lower the learning rate (--set weights.lr=... for a search, --set lr=... for a training), clip the "
+            "Lower the learning rate (--set weights.lr=... for a search, --set lr=... for training), clip the "
             "gradients, or check the data for values that are not finite, and start again in another --out, or here "
             f"with --overwrite; --resume would lead to the same loss.{kept}"
         )
@@ -201,7 +201,7 @@ class LossWatch(nn.Module):
 
 
 class Tally:
-    """The running metrics of one epoch; a recorded step may update them."""
+    """The running metrics of one epoch; a captured step may update them."""
 
     def __init__(self, device: torch.device) -> None:
         self._meter, self._watch = Meter(device), LossWatch().to(device)

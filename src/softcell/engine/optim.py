@@ -1,6 +1,6 @@
 """Optimisers, learning-rate schedules and the plain training step.
 
-A step can be recorded as a CUDA graph: learning rates live on the device and are filled in place.
+A step can be captured as a CUDA graph: learning rates live on the device and are filled in place.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def _owned(gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
 def load_optimiser(optimiser: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
     """Restore a `state_dict`, but keep this optimiser's device and implementation (`foreach`, `fused`, `capturable`).
 
-    torch's `load_state_dict` would install the saved learning rate, a tensor on the host, whose value a recorded step
+    torch's `load_state_dict` would install the saved learning rate, a tensor on the host, whose value a captured step
     would freeze.
     """
     groups = []
@@ -122,7 +122,7 @@ def fill_momenta(optimiser: torch.optim.Optimizer) -> None:
     """Create missing momentum buffers, filled with zeros.
 
     The first step then gives the same buffer, 0.9 · 0 + g = g. torch's fused SGD requires all buffers or none, but
-    parameters may get their first gradient at different steps. A recorded step needs the buffers too.
+    parameters may get their first gradient at different steps. A captured step needs the buffers too.
     """
     for group in optimiser.param_groups:
         if group.get("momentum"):
@@ -167,7 +167,7 @@ def adamw(
     betas: tuple[float, float],
     weight_decay: float,
 ) -> torch.optim.AdamW:
-    """Adam with decoupled weight decay, which vectors are spared: biases, and scales of normalisation layers."""
+    """Adam with decoupled weight decay, which does not apply to vectors: biases, and scales of normalisation layers."""
     on_cuda = device.type == "cuda"
     listed = list(parameters)
     groups = [
@@ -202,7 +202,7 @@ class RMSpropTF(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """One step; it does not wait for the host, so it can be recorded."""
+        """One step; it does not synchronise with the host, so it can be captured."""
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is None:
@@ -231,7 +231,7 @@ Fall = Literal["cosine", "linear", "exponential"]
 
 
 def cosine(epoch: float, num_epochs: int, first: float, last: float) -> float:
-    """From `first` at epoch 0 along half a cosine to `last` at `num_epochs`."""
+    """Cosine decay from `first` at epoch 0 to `last` at `num_epochs`."""
     return last + 0.5 * (first - last) * (1.0 + math.cos(math.pi * epoch / num_epochs))
 
 
@@ -286,9 +286,9 @@ def rate_in(
 
 
 class AveragedWeights:
-    """The exponential moving average of a module's weights; a recorded step may update it.
+    """The exponential moving average of a module's weights; a captured step may update it.
 
-    After t updates the decay is min(`decay`, (1 + t) / (10 + t)): short trainings forget their random weights too.
+    After t updates the decay is min(`decay`, (1 + t) / (10 + t)): short training runs also forget their random weights.
     Statistics of batch normalisation are averaged like weights: those of the module belong to other weights. Whole
     numbers (such as counts of batches) are not averaged; a module keeps its own.
 
@@ -339,7 +339,7 @@ class AveragedWeights:
         return {"tensors": dict(self.tensors), "updates": self.updates}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore in place: a recorded step keeps its tensors."""
+        """Restore in place: a captured step keeps its tensors."""
         assert state["tensors"].keys() == self.tensors.keys()
         _copy(self.tensors.values(), [state["tensors"][name] for name in self.tensors])
         self.updates.copy_(state["updates"])

@@ -5,7 +5,7 @@ sets (weights and architecture) and two losses and differentiates one with respe
 one call of `gradients_of` only: gradients arrive in reverse order of use, and every 25 MB of one dtype are summed over
 the ranks as one flat tensor, asynchronously, while autograd computes the next ones.
 
-Only what has a gradient is sent, so a step that runs one sampled path sends that path alone. The order of arrival is
+Only what has a gradient is sent, so a step that runs one sampled path sends only that path. The order of arrival is
 that of autograd's graph, which is the same on all ranks.
 """
 
@@ -24,7 +24,7 @@ from softcell.engine.capture import between_parts
 from softcell.engine.distributed import World
 
 GRADIENT_BUCKET_BYTES = 25 * 2**20
-"""As DistributedDataParallel has it: large enough for the full bandwidth, small enough to start early."""
+"""As in DistributedDataParallel: large enough for the full bandwidth, small enough to start early."""
 
 
 class Gradients(NamedTuple):
@@ -88,11 +88,11 @@ class _Buckets:
         self._tensors, self._world = tensors, world
         self._open: dict[tuple[torch.dtype, torch.device], list[_Part]] = {}
         self._sent: list[tuple[list[_Part], Tensor, Any]] = []
-        # gloo cannot run inside a recording, nor may autograd's thread interrupt one: it is called after the backward.
+        # gloo cannot run inside a capture, nor may autograd's thread interrupt one: it is called after the backward.
         self._overlaps = not (world.device.type == "cuda" and dist.get_backend() == "gloo")
         self._on_stream: Callable[[], AbstractContextManager[Any]] = nullcontext
         if world.device.type == "cuda":
-            # Hooks run in autograd's thread; what they launch must follow the step, and be recorded with it.
+            # Hooks run in autograd's thread; what they launch must follow the step, and be captured with it.
             self._on_stream = partial(torch.cuda.stream, torch.cuda.current_stream(world.device))
 
     def arrived(self, number: int, gradient: Tensor) -> None:
@@ -156,7 +156,7 @@ class _Part(NamedTuple):
 
 
 def _flatten(values: Tensor, like: Tensor) -> Tensor:
-    """values [*] as [n], in the order in which `like` lies in memory: fused optimisers require gradients like that."""
+    """values [*] as [n], in the memory order of `like`: fused optimisers require gradients like that."""
     return (values.permute(0, 2, 3, 1) if _is_channels_last(like) else values).reshape(-1)
 
 

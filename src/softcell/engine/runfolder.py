@@ -85,10 +85,10 @@ class RunFolder:
 
     @classmethod
     def create(cls, path: str | os.PathLike[str], manifest: dict[str, Any], overwrite: bool = False) -> Self:
-        """Make the folder with `manifest` as its `run.json`; a folder that holds anything is refused.
+        """Make the folder with `manifest` as its `run.json`; a folder that is not empty is rejected.
 
         With `overwrite`, the files of an earlier run in it are deleted (`clear`) and other files stay; a folder that
-        is not a run is still refused.
+        is not a run is still rejected.
         """
         path = Path(path)
         check_kind_and_status(manifest)
@@ -106,7 +106,7 @@ class RunFolder:
             path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UserError(
-                f"a run needs a folder it may write, but {path} cannot be made ({error.strerror or error}); give "
+                f"a run needs a writable folder, but {path} cannot be created ({error.strerror or error}); give "
                 "another --out"
             ) from error
         folder = cls(path, copy.deepcopy(manifest))
@@ -196,7 +196,7 @@ def clear(path: Path) -> None:
     """Delete the files of an earlier run, except its `run.json`, which is replaced; warn about files that stay.
 
     Its files are those in its list; for a run of an earlier version, those with known names. A folder that Softcell did
-    not create is refused.
+    not create is rejected.
     """
     _check_own(path)
     listed = listed_files(path)
@@ -212,7 +212,9 @@ def clear(path: Path) -> None:
     left = [e.name for e in entries(path) if e.name != MANIFEST and not any(e.match(part) for part in _SUBFOLDERS)]
     if left:
         named = ", ".join(left[:8]) + (f" and {len(left) - 8} more" if len(left) > 8 else "")
-        warnings.warn(f"{path} is overwritten; these entries are not from the run and stay: {named}", stacklevel=3)
+        warnings.warn(
+            f"{path} is overwritten; these entries do not belong to the run and are kept: {named}", stacklevel=3
+        )
 
 
 def _check_own(path: Path) -> None:
@@ -274,8 +276,8 @@ def _checksums_of(folder: Path) -> dict[str, str]:
     """The checksums of the results in a run's folder, by file name.
 
     They are recorded in `run.json` and verified wherever a file is read: a flipped bit in trained weights, or another
-    architecture in `genotype.json`, would otherwise pass for the run's result. Checkpoints carry a checksum of their
-    own. Runs of earlier versions have no checksums and are not verified.
+    architecture in `genotype.json`, would otherwise pass for the run's result. Checkpoints have their own
+    checksums. Runs of earlier versions have no checksums and are not verified.
     """
     results = (file for file in folder.iterdir() if file.name in _CHECKED_NAMES or file.suffix in _CHECKED_SUFFIXES)
     return {file.name: checksum(file) for file in sorted(results) if file.is_file()}
@@ -310,10 +312,10 @@ def run_in_folder(
     made: bool = False,
     budget: TimeBudget | None = None,
 ) -> Running[tuple[RunFolder, Outcome]]:
-    """Makes or reopens the folder, runs `task` in it, and records a failure or an interruption.
+    """Creates or reopens the folder, runs `task` in it, and records a failure or an interruption.
 
     manifest: makes the manifest of a new run. files: texts by file name, written before the first step. made: the
-    folder of a new run exists already. budget: ends the run when its time is over.
+    folder of a new run exists already. budget: ends the run when its time is up.
     """
 
     def prepare() -> tuple[RunFolder, dict[str, Any]]:

@@ -34,7 +34,7 @@ MOST_THREADS = 64  # or the number of cores: more threads only wait for each oth
 def resolve_device(name: str) -> torch.device:
     """Turn "cpu", "cuda", "cuda:1", "mps" or "auto" (CUDA where there is one) into a device that exists here.
 
-    Apple's GPUs ("mps") run the plain path: no recorded steps and no Triton. They must be asked for, because nothing of
+    Apple's GPUs ("mps") run the plain path: no captured steps and no Triton. They must be requested, because nothing of
     Softcell was tested on one.
 
     Example:
@@ -66,7 +66,7 @@ def resolve_device(name: str) -> torch.device:
 
 
 def set_deterministic(on: bool, *, warn_only: bool = False) -> None:
-    """Make every operation repeatable bit by bit, or (off) let torch take its fastest ones.
+    """Make every operation repeatable bit by bit, or (off) let torch use its fastest ones.
 
     Operations without a repeatable form raise torch's own error, or warn if `warn_only`.
 
@@ -94,7 +94,7 @@ def set_deterministic(on: bool, *, warn_only: bool = False) -> None:
     ):
         torch.use_deterministic_algorithms(on, warn_only=warn_only)
     torch.backends.cudnn.deterministic = on
-    # Timing candidates is what makes cuDNN choose differently from run to run.
+    # cuDNN times its candidates, which makes it choose differently from run to run.
     torch.backends.cudnn.benchmark = not on
 
 
@@ -274,7 +274,7 @@ def computing_in(precision: str, device: torch.device) -> AbstractContextManager
     """A context that runs matrix products and convolutions in `precision`."""
     if precision != "bfloat16":
         return nullcontext()
-    # No cache: a recorded step must cast its weights at every replay.
+    # No cache: a captured step must cast its weights at every replay.
     return torch.autocast(device.type, torch.bfloat16, cache_enabled=False)
 
 

@@ -13,7 +13,7 @@ from softcell.engine.metrics import Failure
 class Started:
     """The loop is about to make its first step; `epoch` and `step` are above 0 when it was resumed.
 
-    `time`: the seconds of a run that ends when its time is over, 0 for others; `num_epochs` is then an upper limit.
+    `time`: the seconds of a run that ends when its time is up, 0 for others; `num_epochs` is then an upper limit.
     """
 
     epoch: int

@@ -107,12 +107,11 @@ class TimeBudget:
     """The time of a run: how much is used, over all its processes, and how much is kept for what follows its steps.
 
     `used` is set by the loop between two steps, to the same value on all ranks, and `preparing` before the first one.
-    Up to `startup` of the seconds before the first step are granted in addition, so that trainings whose networks take
-    different times to start have equal times to learn.
-    `later`: how many seconds later than planned the steps may end, asked between two steps; negative if they must end
-    earlier, because what follows the run takes longer than expected.
-    `evaluating` and `saving` are the seconds that evaluation and a checkpoint after the last step will take, as
-    measured so far.
+    Up to `startup` of the seconds before the first step are granted in addition, so that training runs whose networks
+    take different times to start have equal times to learn. `later`: how many seconds later than planned the steps may
+    end, asked between two steps; negative if they must end earlier, because what follows the run takes longer than
+    expected. `evaluating` and `saving` are the seconds that evaluation and a checkpoint after the last step will take,
+    as measured so far.
     """
 
     def __init__(self, seconds: float, startup: float = 0.0, later: Callable[[], float] | None = None) -> None:
@@ -141,7 +140,7 @@ class TimeBudget:
     def for_steps(self) -> float:
         """The seconds without those that are kept for evaluation, checkpoint and files.
 
-        At least half: one slow measurement must not end a run, and whoever gives less time than a test takes is warned.
+        At least half: one slow measurement must not end a run, and a time shorter than a test leads to a warning.
         """
         kept = self.evaluating + self.saving + min(MOST_FILE_SECONDS, FILE_SHARE * self.seconds)
         kept -= 0.0 if self._later is None else self._later()
@@ -218,7 +217,7 @@ def choose_precision(job: str, world: World, make: Callable[[str], Task], notify
     bfloat16 helps where memory traffic and matrix units decide, and costs time where it is emulated, so it is tried.
     The choice is made before a run and becomes part of its recipe: it is made once per run.
 
-    job: what makes two jobs alike, as text. make: the task computing in a precision; it is thrown away, and the random
+    job: the key by which jobs count as equal. make: the task computing in a precision; it is discarded, and the random
     numbers that it draws are given back.
     """
     if world.device.type != "cuda":
@@ -228,9 +227,7 @@ def choose_precision(job: str, world: World, make: Callable[[str], Task], notify
     if key in known:
         return known[key]
     if world.size > 1:
-        notify(
-            "precision=auto: this device has not been timed yet, and several processes do not time it; using float32"
-        )
+        notify("precision=auto: this device has not been timed yet, and timing needs a single process; using float32")
         return "float32"
     if not torch.cuda.is_bf16_supported(including_emulation=False):
         return "float32"
@@ -247,7 +244,7 @@ def choose_precision(job: str, world: World, make: Callable[[str], Task], notify
 
 
 def choose_threads(task: Task, notify: Callable[[str], None], most: float) -> int:
-    """One CPU thread or one per core, whichever makes the faster steps of `task`, which is thrown away; sets it.
+    """One CPU thread or one per core, whichever makes the faster steps of `task`, which is discarded; sets it.
 
     On a busy machine threads wait for each other, so that two may be slower than one. Both are timed in turn, so that a
     load that changes meanwhile affects both, until about `most` seconds have passed. Only for runs that depend on the
@@ -289,7 +286,7 @@ def choose_threads(task: Task, notify: Callable[[str], None], most: float) -> in
 
 
 def time_steps(task: Task, device: torch.device) -> float:
-    """Median seconds of a step of a new task, after the steps in which it is recorded."""
+    """Median seconds of a step of a new task, after the steps in which it is captured."""
     task.begin_epoch(0)
     batches = itertools.cycle(list(itertools.islice(task.batches(0, 0), WARMUP + TIMED)))
     for batch in itertools.islice(batches, WARMUP + 2):
@@ -305,7 +302,7 @@ def time_steps(task: Task, device: torch.device) -> float:
 
 
 def seconds_per_step(task: Task, world: World, most: float) -> float:
-    """Seconds of a step of a new task, which is thrown away; the same on all ranks.
+    """Seconds of a step of a new task, which is discarded; the same on all ranks.
 
     The random numbers that it draws are given back. On a CPU, steps are timed for about `most` seconds at most.
     """

@@ -1,9 +1,9 @@
-"""Measures the latency of ONNX files on this device; needs Python 3.9, numpy and onnxruntime, and nothing else.
+"""Measures the latency of ONNX files on this device; needs Python 3.9, numpy and onnxruntime only.
 
     pip install onnxruntime numpy
     python measure.py
 
-`softcell latency --pack DIR` copies this file to DIR/measure.py, beside `pack.json` and the ONNX files that it lists:
+`softcell latency --pack DIR` copies this file to DIR/measure.py, next to `pack.json` and the ONNX files that it lists:
 the candidates of a search space at every size where they can be, and some whole networks. The result is `latency.json`,
 a table for `softcell search --latency-table`. Measured times are kept in `times.json`: after an interruption the same
 command measures only the rest.
@@ -51,7 +51,7 @@ def call_of(session: Any, shape: list[int]) -> Any:
 
 
 def measure_calls(calls: list[Any], repeats: int = 15) -> list[list[float]]:
-    """For every call `repeats` samples in milliseconds, sorted; calls take turns, so that load affects all alike."""
+    """For every call `repeats` samples in milliseconds, sorted; interleaved, so that load affects all calls equally."""
     counts = []
     for call in calls:
         spent, last, number = 0.0, 0.0, 0

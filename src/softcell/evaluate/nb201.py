@@ -131,7 +131,7 @@ class Nb201Table:
 
 
 def operations(genotype: Genotype) -> tuple[str, ...]:
-    """The operation of each edge, in the order of `EDGES`; cells that the benchmark does not have are refused.
+    """The operation of each edge, in the order of `EDGES`; cells that the benchmark does not have are rejected.
 
     A missing edge is one with `none`: both add nothing to their node.
     """
@@ -166,7 +166,7 @@ def notation(genotype: Genotype) -> str:
 
 
 def check_search(method: str, layout: Layout, rule: Rule | None) -> None:
-    """Refuses a search whose cells the benchmark cannot have, as far as that is known before it.
+    """Rejects a search whose cells the benchmark cannot have, as far as that is known before it.
 
     rule: the method's own; None for the space's.
     """
@@ -280,7 +280,7 @@ _NUMBERS: list[Any] = [
 
 
 class _Plain(pickle.Unpickler):
-    """Reads dictionaries, lists, texts and numbers; everything else in a pickle is refused."""
+    """Reads dictionaries, lists, texts and numbers; everything else in a pickle is rejected."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _READ:
@@ -321,7 +321,7 @@ def _from_pth(file: Path) -> Iterator[tuple[str, Any]]:
             data = torch.load(file, map_location="cpu", weights_only=True)
     except (OSError, RuntimeError, pickle.UnpicklingError, EOFError) as error:
         reason = " ".join(str(error).split())[:200]
-        raise UserError(f"{file}: cannot be loaded without running what is in it ({reason})") from error
+        raise UserError(f"{file}: cannot be loaded without running code from it ({reason})") from error
     return _each(file, data)
 
 
@@ -345,7 +345,7 @@ def _row(where: str, info: Any) -> tuple[str, Accuracies]:
         return str(full["arch_str"]), found
     except (KeyError, TypeError, ValueError, statistics.StatisticsError) as error:
         raise UserError(
-            f"{where}: the accuracies of 200 epochs are not where NAS-Bench-201 has them "
+            f"{where}: the accuracies of 200 epochs are not where NAS-Bench-201 stores them "
             f"({type(error).__name__}: {error})"
         ) from error
 

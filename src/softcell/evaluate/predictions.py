@@ -10,7 +10,7 @@ them. A file that cannot be read is part of the result, with the reason, and doe
 
 `grad_cam` (Selvaraju et al., 2017) shows which parts of the feature map that the classifier reads speak for a class.
 `candidate_cams` gives Grad-CAM of the feature maps of every candidate of one choice of a supernet (IT-NAS, Figure 4).
-In calibrating cells (NOS), attentions and dynamic kernels have no feature map of their own; the map that they add to
+In calibrating cells (NOS), attentions and dynamic kernels have no feature map; the map that they add to
 their node is used.
 """
 
@@ -341,7 +341,7 @@ def candidate_cams(
 ) -> dict[int, Tensor]:
     """The evidence for a class at each position of each candidate's output, at one site and choice, [n, h, w] in 0..1.
 
-    images: [n, c, h', w'], normalised. classes: int64 [n]. Candidates that output zeros are left out. Under plain
+    images: [n, c, h', w'], normalised. classes: int64 [n]. Candidates that output zeros are skipped. Under plain
     weights, all candidates have the gradient of their weighted sum, up to their own weight, which a map in 0..1 does
     not show; so a candidate of weight 0 has a map too.
     """

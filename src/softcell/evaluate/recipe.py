@@ -1,4 +1,4 @@
-"""The description of a training from scratch, and the named recipes.
+"""The recipe for training from scratch, and the named recipes.
 
 `cifar` and `imagenet` are the evaluation settings of DARTS (§3.2, A.2); those of other papers differ in single numbers.
 `small` is a version of them for a laptop.
@@ -45,11 +45,11 @@ class TrainRecipe:
     share of training images held back to measure accuracy after each epoch; the test set is read once, at the end.
     `test` false leaves it sealed: the result is then the accuracy on the held-out images.
     `time`: seconds until training, evaluation and writing are done; 0: no limit. Schedules then follow the time, step
-    by step, and training ends with it; `epochs` 0 means no other limit. Such a training depends on the clock and
+    by step, and training ends with it; `epochs` 0 means no other limit. Such a run depends on the clock and
     cannot be repeated bit for bit. `per_step`: schedules follow every step without `time` too. In both cases a `warmup`
     below 1 is a share of the training.
     `ema`: the decay of a moving average of the weights, which is evaluated and saved in their place; 0: none.
-    `task` "retrieve": instead of classes, an embedding of `embedding` numbers is learnt from the first half of the
+    `task` "retrieve": instead of classes, an embedding of `embedding` numbers is learned from the first half of the
     classes (Proxy-NCA) and measured by retrieval among the second. `optimiser`: SGD with momentum, Adam, AdamW
     (weight decay for matrices and filters only), or RMSprop with momentum in TensorFlow's form.
     `flip`: whether images are mirrored at random; None: as the dataset defines. `auto`: settings among `FITTED` that
@@ -58,7 +58,7 @@ class TrainRecipe:
     with one module by module (benchmarks/NOTES.md).
     `norms`: with several processes, BatchNorm in training steps uses the statistics of the whole batch ("shared", equal
     to one process up to rounding) or of each process's part ("local", without communication).
-    `init`: the folder of a finished training whose weights, as far as they fit, this one starts from; None: random.
+    `init`: the folder of a finished training run whose weights, as far as they fit, this one starts from; None: random.
     `allow_empty`: train a genotype even if all paths through one of its cells are `none`.
 
     Example:
@@ -412,7 +412,7 @@ def fit_data(recipe: R, num_images: int, classes: Sequence[str], *, is_gpu: bool
 LONG_EPOCHS, MANY_IMAGES = 200, 20_000
 """Epochs, and training images, from which images are trained with cutout.
 
-On 500 to 1,000 images cutout did not help in 10 to 200 epochs, even where networks learned all of them by heart
+On 500 to 1,000 images cutout did not help in 10 to 200 epochs, even where networks memorised all of them
 (docs/training.md). For all 50,000 images of CIFAR-10 its authors report gains (DeVries and Taylor, 2017).
 """
 CUTOUT_PART = 4

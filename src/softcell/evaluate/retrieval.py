@@ -57,8 +57,8 @@ def zero_shot(dataset: Dataset) -> Dataset:
             f"{dataset.name} has {len(known)} and {len(asked)}"
         )
     source = (
-        f"{dataset.source}; zero-shot: all {len(known)} images of the first {seen} classes are learnt from, all "
-        f"{len(asked)} of the other {dataset.num_classes - seen} asked about"
+        f"{dataset.source}; zero-shot: all {len(known)} images of the first {seen} classes for training, all "
+        f"{len(asked)} of the other {dataset.num_classes - seen} for queries"
     )
     return replace(dataset, train=known, test=asked, source=source)
 
@@ -73,7 +73,7 @@ def retrieval_step(
     clip: float,
     also: Sequence[Tensor] = (),
 ) -> Tensor:
-    """One step of network and proxies; returns the loss []. Nothing waits for the host.
+    """One step of network and proxies; returns the loss []. Nothing synchronises with the host.
 
     also: tensors that are averaged over the ranks together with the gradients.
     """

@@ -69,7 +69,7 @@ class TrainTask:
     ) -> None:
         """criterion: learns an embedding instead of classes; the network's outputs are then coordinates.
 
-        budget: the time limit of a training, including the evaluation of `num_tested` test images.
+        budget: the time limit of a training run, including the evaluation of `num_tested` test images.
         """
         self.recipe, self.network, self.world = recipe, network, world
         self._train, self._held, self._notify = train, held, notify

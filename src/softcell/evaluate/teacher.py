@@ -67,7 +67,7 @@ _FIXED: dict[str, Any] = {"auxiliary": 0.0, "drop_path": 0.0, "cutout": 0, "clip
 
 @dataclass(frozen=True, slots=True)
 class TeacherResult:
-    """The result of a training; `accuracy` on `split` is None if interrupted or without a test set."""
+    """The result of a training run; `accuracy` on `split` is None if interrupted or without a test set."""
 
     folder: Path
     recipe: TeacherRecipe
@@ -111,7 +111,7 @@ def stored_teacher(folder: str | Path, given: Mapping[str, Any]) -> TeacherRecip
     """The recipe of the run in `folder`; settings given with it must not contradict it."""
     manifest = RunFolder.open(folder).manifest
     if manifest["kind"] != "teacher":
-        raise UserError(f"--resume of a teacher needs a teacher's run, but {folder} holds a {manifest['kind']} run")
+        raise UserError(f"--resume needs a teacher's run, but {folder} holds a {manifest['kind']} run")
     stored = manifest["recipe"]
     recipe = build(TeacherRecipe, stored, f"{folder}: recipe")
     wanted = resolve_teacher(stored["classifier"], stored, without_auto(given))
@@ -146,7 +146,7 @@ def teacher_steps(
     overwrite: bool = False,
     on_event: OnEvent | None = None,
 ) -> Running[TeacherResult]:
-    """`train_teacher` as a run whose steps can be made in turn with those of others (`softcell.engine.interleave`)."""
+    """`train_teacher` as a run whose steps can be interleaved with those of others (`softcell.engine.interleave`)."""
     load_plugins(recipe.plugins)
     with session_of(recipe) as session, locked(out, session.world):
         recipe = replace(recipe, threads=recipe.threads or session.threads)

@@ -46,14 +46,14 @@ from softcell.text import Shown, count_of, percent
 
 R = TypeVar("R", bound=TrainRecipe)
 PROBING_SHARE = 0.02
-"""The share of a training's time in which numbers of threads are timed, and steps to forecast its epochs."""
-PER_RUN_STATES.append(exchange_seal)  # a finished training reads the test set while others still run
+"""The share of a training run's time in which numbers of threads are timed, and steps to forecast its epochs."""
+PER_RUN_STATES.append(exchange_seal)  # a finished training run reads the test set while others still run
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class TrainResult(Shown):
-    """The result of a training. `accuracy` is a share in 0..1 on `split` (`test`, or `holdout` if the recipe leaves the
-    test set sealed), None if interrupted.
+    """The result of a training run. `accuracy` is a share in 0..1 on `split` (`test`, or `holdout` if the recipe leaves
+    the test set sealed), None if interrupted.
 
     Example:
         >>> from softcell.api import train
@@ -123,7 +123,7 @@ def train_steps(
     startup: float = 0.0,
     later: Callable[[], float] | None = None,
 ) -> Running[TrainResult]:
-    """`train` as a run whose steps can be made in turn with those of others (`softcell.engine.interleave`).
+    """`train` as a run whose steps can be interleaved with those of others (`softcell.engine.interleave`).
 
     startup: up to this many seconds before the first step are not part of the recipe's time. later: how many seconds
     later than planned the training may end, asked between steps; for one process.
@@ -147,7 +147,7 @@ def stored_training(folder: str | Path, given: Mapping[str, Any]) -> tuple[Genot
     """
     manifest = RunFolder.open(folder).manifest
     if manifest["kind"] != "train":
-        raise UserError(f"--resume of a training needs a train run, but {folder} holds a {manifest['kind']} run")
+        raise UserError(f"--resume needs a training run, but {folder} holds a {manifest['kind']} run")
     load_plugins(manifest["recipe"].get("plugins", ()), f"the run in {folder}")
     genotype = Genotype.from_dict(manifest["results"]["genotype"], f"{folder}: genotype")
     recipe = build(TrainRecipe, manifest["recipe"], f"{folder}: recipe")
@@ -161,7 +161,7 @@ def stored_training(folder: str | Path, given: Mapping[str, Any]) -> tuple[Genot
 
 
 def finished_training(folder: Path, genotype: Genotype, recipe: TrainRecipe) -> TrainResult | None:
-    """The result of the training in `folder`; None if it is not finished."""
+    """The result of the training run in `folder`; None if it is not finished."""
     run = RunFolder.open(folder)
     manifest = run.manifest
     if manifest["status"] != "finished":
@@ -333,7 +333,7 @@ def prepare(
     batches, notify = feeds.training(parts["train"], augment_of(dataset, recipe)), notifier(on_event, world)
 
     def make(precision: str) -> TrainTask:
-        """The task in a precision, to be timed and thrown away."""
+        """The task in a precision, to be timed and discarded."""
         tried = replace(recipe, precision=precision)  # type: ignore[arg-type]
         own, other = copy.deepcopy((network, criterion))
         quiet = notifier(None, world)  # the training itself says why its steps are not captured

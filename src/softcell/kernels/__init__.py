@@ -1,1 +1,1 @@
-"""Fused operations, each beside a plain-PyTorch twin of the same signature."""
+"""Fused operations, each with a plain-PyTorch twin of the same signature."""

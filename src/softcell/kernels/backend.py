@@ -25,7 +25,7 @@ def has_triton() -> bool:
 
 @contextmanager
 def twins_only() -> Iterator[None]:
-    """Within this context no kernel of Triton's runs: compiling it takes longer than what happens once is worth."""
+    """Within this context no kernel of Triton's runs: for work that happens once, compiling is not worth the time."""
     token = _TWINS_ONLY.set(True)
     try:
         yield
@@ -85,7 +85,7 @@ def shared_memory(device: torch.device) -> int:
 
 @functools.cache
 def triton_kernels(family: str) -> ModuleType:
-    """The Triton half of a family of kernels; imported on first use, so that nobody else needs Triton."""
+    """The Triton half of a family of kernels; imported on first use, so that other code does not need Triton."""
     return importlib.import_module(f"softcell.kernels.{family}_triton")
 
 
@@ -97,7 +97,7 @@ def table(rows: tuple[tuple[int, ...], ...], device: torch.device) -> Tensor:
 
 
 class KeptTable:
-    """A small tensor on its way to the device: the host does not wait for it, streams that use it do."""
+    """A small tensor on its way to the device: the host does not synchronise, streams that use it wait."""
 
     def __init__(self, rows: tuple[tuple[int, ...], ...], device: torch.device) -> None:
         own = torch.tensor(rows, dtype=torch.int32)
@@ -110,7 +110,7 @@ class KeptTable:
         self._copied.record()
 
     def await_copy(self) -> None:
-        # Before a recording begins everything has arrived, and inside one events of outside must not be asked.
+        # Before a capture begins everything has arrived, and a capture must not query events from outside.
         if self._copied is None or torch.cuda.is_current_stream_capturing():
             return
         if self._copied.query():  # type: ignore[no-untyped-call]

@@ -20,7 +20,7 @@ from softcell.kernels.backend import by_twin, runs_triton, triton_kernels
 
 
 def convolve(x: Tensor, kernels: Tensor, dilation: int = 1) -> Tensor:
-    """x ⊛ D: every channel of every sample with a kernel of its own, "same" padding.
+    """x ⊛ D: every channel of every sample with its own kernel, "same" padding.
 
     x [n, c, h, w], kernels [n, c, k, k] to [n, c, h, w]. The batch is folded into the groups of one convolution.
     """
@@ -45,14 +45,14 @@ def calibrate(
 def calibrate_reference(
     base: Tensor, channel: Tensor | None, spatial: Tensor | None, kernels: Tensor | None, dilation: int = 1
 ) -> Tensor:
-    """The twin of `calibrate`; without kernels attentions alone."""
-    # Kernels first, so that their backward pass comes last: the gradient of `base` then lies in memory as `base` does,
+    """The twin of `calibrate`; without kernels only attentions."""
+    # Kernels first, so that their backward pass comes last: the gradient of `base` then has the layout of `base`,
     # and not as that of the convolutions, which would slow down every norm behind it.
     convolved = None if kernels is None else convolve(base, kernels, dilation)
     attentions = [a for a in (channel, spatial) if a is not None]
     value = base
     if attentions:
-        # As [n, h, w, c]: sums that are broadcast then lie in memory as the maps do. 1 is added where that is cheapest.
+        # As [n, h, w, c]: broadcast sums then have the layout of the maps. 1 is added where that is cheapest.
         first, *rest = (a.permute(0, 2, 3, 1) for a in sorted(attentions, key=lambda one: one.numel()))
         value = base * sum(rest, start=1 + first).permute(0, 3, 1, 2)
     return value if convolved is None else value + convolved

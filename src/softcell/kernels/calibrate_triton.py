@@ -1,7 +1,7 @@
 # mypy: ignore-errors
-"""Triton kernels of `calibrate`: programs have [PLACES, CB channels] of one sample; neighbours are read where they lie.
+"""Triton kernels of `calibrate`: programs have [PLACES, CB channels] of one sample; neighbours are read in place.
 
-Sums are in float32. Kernels [n, c, k, k] may lie in memory in any order.
+Sums are in float32. Kernels [n, c, k, k] may have any memory layout.
 """
 
 import torch
@@ -17,7 +17,7 @@ NUMBERS = ["height", "width", "k_n", "k_c", "k_y", "k_x"]
 
 @triton.jit
 def _shifted(x_ptr, n, p, c, ok, dy, dx, height, width, C: tl.constexpr):
-    """[PLACES, CB]: what lies dy rows below and dx columns right of each place; 0 outside the map."""
+    """[PLACES, CB]: the values dy rows below and dx columns right of each place; 0 outside the map."""
     row, column = p // width + dy, p % width + dx
     inside = (row >= 0) & (row < height) & (column >= 0) & (column < width)
     at = ((n * height + row).to(tl.int64) * width + column) * C
@@ -42,7 +42,7 @@ def _apply(
     C: tl.constexpr, CB: tl.constexpr, SIZE: tl.constexpr, DILATION: tl.constexpr, CHANNEL: tl.constexpr,
     SPATIAL: tl.constexpr, BACK: tl.constexpr, PLACES: tl.constexpr,
 ):  # fmt: skip
-    """What `calibrate` does to x; BACK: by flipped kernels, and the gradients of s beside, x being the output's."""
+    """What `calibrate` does to x; BACK: by flipped kernels, and also the gradients of s, x being the output's."""
     n, places = tl.program_id(1), height * width
     p, c = tl.program_id(0) * PLACES + tl.arange(0, PLACES), tl.arange(0, CB)
     ok = (p < places)[:, None] & (c < C)[None, :]

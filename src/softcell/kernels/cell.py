@@ -65,8 +65,8 @@ class Wave:
 class Program:
     """A cell of `nodes` nodes, the first `inputs` given; node i is plane i.
 
-    `stride` is that of everything that leaves an input node. `terms[j]` are the inputs of node inputs + j. `size` is
-    the length of the flat weights, `slots` the number of maximum pools. `results` are the returned planes: the inner
+    `stride` is that of all outgoing operations of an input node. `terms[j]` are the inputs of node inputs + j. `size`
+    is the length of the flat weights, `slots` the number of maximum pools. `results` are the returned planes: the inner
     nodes, or separate candidates; those in `finished` are normalised in place.
     """
 
@@ -296,7 +296,7 @@ def _leave(
     by_batch: bool,
     shared: SharedRows | None,
 ) -> None:
-    """From the gradients of everything that leaves a wave's sources to those of the sources."""
+    """From the gradients of all outgoing operations of a wave's sources to those of the sources."""
     c = buffer.shape[-1]
     if wave.second:
         partial = _room_for_sums(buffer, moments)

@@ -1,6 +1,6 @@
 """The kernels that `taps` reads, made from the factors that modules hold, and back.
 
-A *recipe* describes one convolution's kernel [c_out, taps, c_in] by where its factors lie in one flat vector:
+A *recipe* describes one convolution's kernel [c_out, taps, c_in] by the positions of its factors in one flat vector:
 
     product   pointwise[o, c] · depthwise[c, tap]
     halves    matrix[o, c] at the first tap for the first half of the outputs, at the last tap for the others

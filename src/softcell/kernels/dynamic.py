@@ -2,9 +2,10 @@
 
     l = W2 x,  a = softmax_hw(l),  z = a relu(norm(W1 x)),  d = softmax_taps(z W3)
 
-x [n, h·w, c] gives every module k² taps t, each with a number per channel. Plainly a module is ten operations forward
-and twenty backward. Triton's kernels go through the places in registers, for all modules at once: one launch forward,
-one backward and two sums; what is kept is d, z and one number per tap. `dynamic_kernels_reference` is the twin.
+x [n, h·w, c] gives every module k² taps t, each with a number per channel. In plain PyTorch a module is ten operations
+forward and twenty backward. Triton's kernels go through the places in registers, for all modules at once: one launch
+forward, one backward and two sums; what is kept is d, z and one number per tap. `dynamic_kernels_reference` is the
+twin.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ TAPS = 32
 
 
 def fits(x: Tensor, compressed: Tensor, taps: tuple[int, ...]) -> bool:
-    """Whether Triton's kernels take these sizes on this device."""
+    """Whether Triton's kernels support these sizes on this device."""
     if not runs_triton(x) or x.dtype != compressed.dtype:
         return False
     # As compiled for 16, 32 and 64 channels: 29, 26 and 37 KB in bfloat16, 46, 45 and 88 KB in float32.

@@ -3,9 +3,10 @@
     t̂_k = LN(pool(X_k) + p_k),  l_k = asked·t̂_k + shift,  a = softmax([l_0, l_1 … l_m, l of zeros])
     T   = X_0 + (a_0 X_0 + Σ_k a_k X_k) W_v,  Y = LN(T),  output = LN(Y + FFN(Y))
 
-Plainly that is some twenty operations forward and fifty backward, most of them over whole maps. Triton's kernels have
-an image of an edge in registers: one launch forward and three backward. What is kept for the backward pass are the
-maps, the attention, and Y and the output before scale and shift. `indicate_reference` is the twin of `indicate`.
+In plain PyTorch that is some twenty operations forward and fifty backward, most of them over whole maps. Triton's
+kernels have an image of an edge in registers: one launch forward and three backward. What is kept for the backward pass
+are the maps, the attention, and Y and the output before scale and shift. `indicate_reference` is the twin of
+`indicate`.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ TOKENS = 16
 
 
 class Laid(NamedTuple):
-    """What g Lite-Transformers bring to a step, side by side; m maps of d pooled values are attended to.
+    """The parameters of g Lite-Transformers in a step, side by side; m maps of d pooled values are attended to.
 
-    asked, shift: a normalised token t̂ has the logit asked·t̂ + shift; pooled values lie channels last here, as they come
-    out of the maps. itself, zeros: the logits of the IT and of tokens of zeros. From `own` on in the precision of the
-    maps.
+    asked, shift: a normalised token t̂ has the logit asked·t̂ + shift; pooled values are channels-last here, as they
+    come out of the maps. itself, zeros: the logits of the IT and of tokens of zeros. From `own` on in the precision of
+    the maps.
     """
 
     positions: Tensor  # [g, m, d]
@@ -76,7 +77,7 @@ def indicate(x: Tensor, laid: Laid, form: Form) -> tuple[Tensor, Tensor]:
 
 
 def fits(x: Tensor, form: Form) -> bool:
-    """Whether Triton's kernels take these maps on this device: summaries are of whole windows, and a map fits."""
+    """Whether Triton's kernels support these maps on this device: summaries are of whole windows, and a map fits."""
     (_, _, h, w, c), (rows, columns) = x.shape, form.sides
     if not runs_triton(x) or h % rows or w % columns or rows * columns > TOKENS:
         return False
@@ -143,8 +144,8 @@ class _Indicate(torch.autograd.Function):
         given = Laid(*(part.contiguous() for part in laid))
         out, attention, *kept = triton_kernels("indicator").forward(x.contiguous(), given, form, keeps)
         ctx.form = form
-        ctx.set_materialize_grads(False)  # most often nobody asks for the attention's
-        # As they were given: copies would have no part in second derivatives.
+        ctx.set_materialize_grads(False)  # the gradient of the attention is rarely needed
+        # As they were given: second derivatives would not flow through copies.
         ctx.save_for_backward(x, *laid, attention, *kept)
         return out, attention
 

@@ -32,7 +32,7 @@ def _total(x):
 
 @triton.jit
 def _windows(PB: tl.constexpr, TB: tl.constexpr, H: tl.constexpr, W: tl.constexpr, R: tl.constexpr, Q: tl.constexpr):
-    """[TB, PB]: whether a place lies in a window of the summary."""
+    """[TB, PB]: whether a place is in a window of the summary."""
     p = tl.arange(0, PB)
     own = (p // W // (H // R)) * Q + (p % W) // (W // Q)
     return tl.arange(0, TB)[:, None] == own[None, :]

@@ -22,7 +22,7 @@ Window = tuple[Any, ...]
 
 
 def shifted(extent: int, height: int, width: int) -> Iterator[tuple[int, Window, Window]]:
-    """By number of a neighbour the pixels that have it, and where it lies for them: equally large windows."""
+    """By number of a neighbour the pixels that have it, and its position for them: equally large windows."""
     reach = extent // 2
     for number in range(extent * extent):
         dy, dx = number // extent - reach, number % extent - reach

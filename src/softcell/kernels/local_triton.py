@@ -218,7 +218,7 @@ def forward(packed, rows, columns):
 
 
 def backward(packed, rows, columns, y, lse, dy, *, positions=True):
-    """Gradients of packed, rows and columns, for that of y [n, h, w, c]; without `positions` of packed alone."""
+    """Gradients of packed, rows and columns, for that of y [n, h, w, c]; without `positions` only that of packed."""
     pixels, height, width, programs, settings = _sizes(packed, rows)
     out, delta = torch.empty_like(packed), torch.empty_like(lse)
     heads, d, extent = rows.shape

@@ -47,12 +47,12 @@ def small_weighted_sum(inputs: Sequence[Tensor], weights: Tensor) -> Tensor:
 
 
 def stacked_sum(x: Tensor, weights: Tensor) -> Tensor:
-    """The same for inputs that lie in one tensor: x [n, m, c, h, w] and weights [m] to [n, c, h, w]."""
+    """The same for inputs that are stored in one tensor: x [n, m, c, h, w] and weights [m] to [n, c, h, w]."""
     return _StackedSum.apply(x, weights)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _StackedSum(torch.autograd.Function):
-    """Works on [n, h, w, m, c], as maps that were made side by side lie in memory, channels last."""
+    """Works on [n, h, w, m, c], the memory layout of maps that were made side by side, channels last."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weights: Tensor) -> Tensor:
@@ -94,7 +94,7 @@ class _WeightedSum(torch.autograd.Function):
         weights, *inputs = ctx.saved_tensors
         wanted = ctx.needs_input_grad[1:]
         if torch.is_grad_enabled() or weights.device.type != "cpu":
-            # With create_graph every factor must stay a tensor, or second derivatives would be lost in silence.
+            # With create_graph every factor must stay a tensor, or second derivatives would be lost silently.
             scales: Sequence[Any] = weights.unbind()
         else:
             scales = weights.tolist()
@@ -110,7 +110,7 @@ class _WeightedSum(torch.autograd.Function):
 
 
 def _flat(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """Both as vectors in the same order of elements: views where their memory is laid out alike, else copies."""
+    """Both as vectors in the same order of elements: views if their memory layouts match, else copies."""
     if a.dim() == 4 and a.is_contiguous(memory_format=torch.channels_last) and not a.is_contiguous():
         a, b = a.permute(0, 2, 3, 1), b.permute(0, 2, 3, 1)
     return a.reshape(-1), b.reshape(-1)

@@ -24,7 +24,7 @@ from softcell.kernels.taps import TILE, tile_sums
 
 @dataclass(frozen=True, slots=True)
 class Term:
-    """What arrives at a node: `plane` with the mixing weight at `weight`.
+    """One input of a node: `plane` with the mixing weight at `weight`.
 
     `normed`: by the plane's statistics. `through`: the plane is a node itself (identity), so its gradient is not
     written here. `adds`: the plane's gradient already holds another node's share. `choice`: the row of the drop-path
@@ -73,7 +73,7 @@ def normalise_reference(y: Tensor, moments: Tensor, planes: range) -> None:
 def gradient_sums(y: Tensor, dy: Tensor, partial: Tensor, planes: range) -> None:
     """partial [2, tiles, planes, c] gets the sums of dy and dy·y of `planes` per tile of rows, for the function below.
 
-    Products are formed and summed in the type of `partial`: rounded to bfloat16, each would add an error of its own.
+    Products are formed and summed in the type of `partial`: rounded to bfloat16, each would add its own error.
     """
     if planes:
         (triton_kernels("norm").gradient_sums if runs_triton(y) else gradient_sums_reference)(y, dy, partial, planes)

@@ -269,7 +269,7 @@ def normalise_gradient(partial, y, dy, moments, planes, *, by_batch):
 
 
 def _dropping(buffer, factors):
-    """The settings of drop-path, and the pointer that stands for none."""
+    """The settings of drop-path, and the pointer that means none."""
     area = buffer.shape[2] * buffer.shape[3]
     return {"area": area, "samples": buffer.shape[1], "DROPS": factors is not None}
 
@@ -294,7 +294,7 @@ def combine_gradient(buffer, gradient, moments, mix, factors, mix_gradient, node
         return
     settings, rows = _sizes(buffer)
     c, device = buffer.shape[-1], buffer.device
-    # Rows behind the terms stand for sums of the gradient itself, one per factor that scales it.
+    # Rows after the terms are sums of the gradient itself, one per factor that scales it.
     choices = sorted({t.choice for t in terms}) if factors is not None else [0]
     plain = {choice: len(terms) + i for i, choice in enumerate(choices)}
     reduced = (

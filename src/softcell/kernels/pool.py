@@ -24,7 +24,7 @@ NONE = -1
 class Pool:
     """Pools of plane `source`: planes of the maximum and of the average (NONE where not wanted).
 
-    `slot` is where the winning taps of the maximum lie.
+    `slot` is the position of the winning taps of the maximum.
     """
 
     source: int
@@ -36,7 +36,7 @@ class Pool:
 
 @dataclass(frozen=True, slots=True)
 class Leaving:
-    """All that leaves a node: parts first…first+count-1 of the convolutions' input gradient, its pools, and identities.
+    """All outputs of a node: parts first…first+count-1 of the convolutions' input gradient, its pools, and identities.
 
     `identities`: (plane of the target node, index of the mixing weight, choice). `adds`: the node's gradient already
     holds something, to be kept.

@@ -1,8 +1,8 @@
-"""Products of many rows with small weights, several at once, whose gradients a GPU makes with all it has.
+"""Products of many rows with small weights, several at once, whose gradients use the whole GPU.
 
 The gradient of a small weight is a small matrix out of tens of thousands of rows. For batched products libraries give
 it to one block of threads each, which took a third of an IT-NAS step on an H200. Here the rows are cut into parts, each
-a product of its own, and the parts are summed.
+a separate product, and the parts are summed.
 """
 
 from __future__ import annotations

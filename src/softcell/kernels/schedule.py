@@ -22,7 +22,7 @@ Tensors = dict[str, Tensor]
 
 
 class Name(str):
-    """The name of a tensor in a schedule, where a kernel's argument stands for it."""
+    """The name of a tensor in a schedule, in place of a kernel's argument."""
 
     __slots__ = ()
 
@@ -69,9 +69,9 @@ class Launch:
 
 @functools.cache
 def _second_stream(device: torch.device, number: int) -> torch.cuda.Stream:
-    """One for each stream that work leaves, by its number, so that independent steps do not wait for each other.
+    """One for each stream that forks work, by its number, so that independent steps do not wait for each other.
 
-    Its priority is the lowest: what runs beside may wait for what the next launches need.
+    Its priority is the lowest: what runs alongside may wait for what the next launches need.
     """
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
@@ -100,7 +100,7 @@ class Schedule:
         self.launches: list[Launch] = []
         self._steps: list[Callable[[Tensors], None]] = []
         self._is_beside = False
-        self._beside: set[str] = set()  # what launches beside the others use, until they are joined
+        self._beside: set[str] = set()  # what parallel launches use, until they are joined
         self._freed_late: list[Name] = []
         self._waiting: list[tuple[list[Launch], Tensors]] = []
 
@@ -123,7 +123,7 @@ class Schedule:
         return self._add(name, dtype, self.offsets[of] + start * dtype.itemsize, step)
 
     def free(self, *names: Name) -> None:
-        """No later step reads these: their memory can be used again, after `join` if a launch beside uses them."""
+        """No later step reads these: their memory can be used again, after `join` if a parallel launch uses them."""
         self._freed_late += [name for name in names if name in self._beside]
         names = tuple(name for name in names if name not in self._beside)
 
@@ -134,7 +134,7 @@ class Schedule:
         self._steps.append(step)
 
     def call(self, function: Callable[[Tensor], None], name: Name) -> None:
-        """Call `function` with a tensor; it must not wait for the device."""
+        """Call `function` with a tensor; it must not synchronise with the device."""
 
         def step(tensors: Tensors) -> None:
             function(tensors[name])
@@ -156,7 +156,7 @@ class Schedule:
 
     @contextmanager
     def beside(self) -> Iterator[None]:
-        """What is launched within runs on a second stream, beside all that follows, until `join`.
+        """What is launched within runs on a second stream, in parallel with all that follows, until `join`.
 
         It sees what was launched before. Until `join`, nothing outside may write what it reads or read what it writes.
         On a CPU it runs at `join`, as late as it may on a GPU, so that tests without one see such a mistake.
@@ -183,7 +183,7 @@ class Schedule:
         self._steps.append(step)
 
     def join(self) -> None:
-        """Wait for all that was launched `beside`; the host does not wait."""
+        """Wait for all that was launched `beside`; the host does not synchronise."""
         if not self._beside:
             return
 

@@ -62,7 +62,7 @@ def shares_norms() -> bool:
 
 @contextmanager
 def without_exchange() -> Iterator[None]:
-    """Within this context sums over ranks leave out all other ranks: for passes whose values nobody uses."""
+    """Within this context sums over ranks leave out all other ranks: for passes whose values are not used."""
     global _exchanges
     before, _exchanges = _exchanges, False
     try:

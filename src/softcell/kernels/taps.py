@@ -1,8 +1,8 @@
 """Many convolutions over a few images at once, with their batch statistics.
 
-Values lie in *planes*: a buffer [planes, n, h, w, c] holds one channels-last image batch per plane. A `Group` convolves
-the ReLU of one plane with `count` kernels of one window, each filling a plane of its own, so that the edges that leave
-a node read it together. A depthwise convolution followed by a pointwise one is a convolution with kernel
+Values are stored in *planes*: a buffer [planes, n, h, w, c] holds one channels-last image batch per plane. A `Group`
+convolves the ReLU of one plane with `count` kernels of one window, each filling its own plane, so that the outgoing
+edges of a node read it together. A depthwise convolution followed by a pointwise one is a convolution with kernel
 pointwise[o, c] · depthwise[c, tap]: on matrix units that is cheaper than the pair, needs no intermediate value, and its
 weight gradient gives both factors' by the product rule.
 

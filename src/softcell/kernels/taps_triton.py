@@ -392,7 +392,7 @@ def weight_gradient(x, dy, out, groups):
         torch.sum(sums, dim=0, out=out[low:high])
         return
     total = sums.sum(0)
-    for g in groups:  # weights of other groups lie between
+    for g in groups:  # weights of other groups are in between
         out[g.offset : g.offset + _length(g, c)] = total[g.offset - low : g.offset - low + _length(g, c)]
 
 

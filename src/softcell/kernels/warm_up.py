@@ -4,7 +4,7 @@ The first step of a fused network launches about a hundred different kernels, an
 launched: one after the other. Here they are known before. Worker processes compile them into Triton's cache on disk,
 where the first step finds them. There are two ways to know them:
 
-    warm_up           trainings: the schedules of derived networks list their launches
+    warm_up           training: the schedules of derived networks list their launches
     warm_up_by_run    searches: a dry run of the step, in which nothing is launched; workers compile while it still runs
 
 `SOFTCELL_COMPILE_AHEAD=0` disables both: kernels are then compiled on first use.
@@ -203,7 +203,7 @@ class Compiler:
     def _open(self) -> Path:
         self._resources.enter_context(_alone(self._marks / "lock"))
         folder = Path(self._resources.enter_context(TemporaryDirectory(prefix="softcell-")))
-        # All workers read one pipe: whoever is free takes the next number.
+        # All workers read one pipe: the next free one takes the next number.
         self._numbers, self._queue = os.pipe()
         for end in (self._numbers, self._queue):
             self._resources.callback(os.close, end)

@@ -33,9 +33,9 @@ class Method(nn.Module, ABC):
     """Architecture parameters and what they mean.
 
     name, about: for `softcell list` and recipes. home: the space that is searched by default; None: the recipe's.
-    regime: the step that the method is made for. recipes: by scale (`small`, `paper` or a name of its own) the
+    regime: the step that the method is made for. recipes: by scale (`small`, `paper` or another name) the
     changes to the defaults of `SearchRecipe`; settings of a space apply to spaces that have them.
-    rule: derives the architecture; None stands for the space's own. excludes: candidates that the method leaves out of
+    rule: derives the architecture; None means the space's own. excludes: candidates that the method leaves out of
     its tables wherever an edge has others. learns: False for a method without parameters. is_distribution: whether
     `occupancy` sums to 1 per choice, so that it can be sampled.
     many_cells: whether weights learn in other cells than the one that is validated (samples, or the cell derived at
@@ -88,7 +88,7 @@ class Method(nn.Module, ABC):
 
     @abstractmethod
     def relax(self) -> Mix:
-        """The mix of one step. It must not wait for the host: a step may be captured as a CUDA graph."""
+        """The mix of one step. It must not synchronise with the host: a step may be captured as a CUDA graph."""
 
     @abstractmethod
     def probabilities(self) -> dict[str, Tensor]:
@@ -162,7 +162,7 @@ class Sampler(ABC):
 
 
 class UntrainedSampler(Sampler):
-    """A sampler whose architectures are not trained: a score of the network's first weights stands for its accuracy.
+    """A sampler whose architectures are not trained: a score of the network's initial weights replaces its accuracy.
 
     It keeps to a budget by itself: `allowed` says what may be proposed, `starts` are cheap architectures to begin with.
 
@@ -214,7 +214,7 @@ def logits_like(layout: Layout, scale: float = 1e-3) -> nn.ParameterDict:
 class Masks(nn.Module):
     """The masks of all tables as buffers, so that they move with the method.
 
-    `excludes` names candidates that take no part; an edge that has nothing else keeps them. `softmax` and `shares` know
+    `excludes` names candidates that are ignored; an edge that has nothing else keeps them. `softmax` and `shares` know
     which choices of a table compete with each other (`Table.contests`).
 
     Example:

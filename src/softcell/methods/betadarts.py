@@ -24,7 +24,7 @@ from softcell.settings import not_negative
 
 
 def beta_decay(logits: Tensor, mask: Tensor, members: Tensor | None = None) -> Tensor:
-    """Mean of log Σ_k exp(α_k) over all softmaxes of a table; padding takes no part.
+    """Mean of log Σ_k exp(α_k) over all softmaxes of a table; padding is ignored.
 
     logits, mask [choices, width] and members bool [contests, choices] to []. Choices that compete share one softmax
     over their links (`Table.contests`), so each contest counts once.
@@ -33,7 +33,8 @@ def beta_decay(logits: Tensor, mask: Tensor, members: Tensor | None = None) -> T
     if members is None:
         return rows.mean()
     links = torch.logsumexp(torch.where(members, logits[:, LINK], -torch.inf), dim=-1)  # [contests]
-    alone = (~members.any(0)).to(rows.dtype)  # multiplied, not indexed: indexing by a mask would wait for the host
+    # Multiplied, not indexed: indexing by a mask would synchronise with the host.
+    alone = (~members.any(0)).to(rows.dtype)
     return ((rows * alone).sum() + links.sum()) / (alone.sum() + len(links))
 
 

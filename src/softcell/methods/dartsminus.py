@@ -3,15 +3,15 @@
     mixture   o(x) = β·x + Σ_k softmax(α)_k · o_k(x)                         -> `with_auxiliary_skip`
                    = (β + softmax(α)_skip)·x + Σ_{k≠skip} softmax(α)_k · o_k(x)
     decay     β falls linearly from 1 to 0 over the search                   -> `DartsMinus.begin_epoch`
-    end       without the auxiliary skip, by softmax(α) alone                -> `derive`, on `probabilities`
+    end       without the auxiliary skip, only by softmax(α)                -> `derive`, on `probabilities`
 
 A skip connection does two jobs in a supernet: it is a candidate, and it helps gradients through the network, which lets
 its logit grow. The auxiliary skip does the second job in its place. β is a constant for α, so α has the gradients of
 DARTS, taken at the mixture above.
 
 Where the skip candidate of an edge is the identity, adding β to its weight is the mixture itself. Deviation: on edges
-of stride 2 the auxiliary skip is the factorised reduction of the skip candidate, not a second one with weights of its
-own; an edge without a skip candidate gets no auxiliary skip.
+of stride 2 the auxiliary skip is the factorised reduction of the skip candidate, not a second one with its own
+weights; an edge without a skip candidate gets no auxiliary skip.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ SKIP = "skip_connect"
 def auxiliary_edges(table: Table) -> Tensor:
     """True at the skip candidates that carry an auxiliary skip: bool [choices, width].
 
-    Edges that compete to be inputs (`Table.contests`) have none: their link is no alternative to an operation.
+    Edges that compete to be inputs (`Table.contests`) have none: their link is not an alternative to an operation.
     """
     compete = torch.tensor([choice in table.contest_of for choice in range(len(table))])
     return table.columns(SKIP) & ~compete[:, None]

@@ -70,7 +70,7 @@ class _Pathwise(torch.autograd.Function):
 
 
 def divergence(c: Tensor, mask: Tensor) -> Tensor:
-    """KL(Dirichlet(c) || Dirichlet(1)) per row: c, mask [..., n] to [...]; padding takes no part."""
+    """KL(Dirichlet(c) || Dirichlet(1)) per row: c, mask [..., n] to [...]; padding is ignored."""
     real = torch.where(mask, c, 1.0)
     total = torch.where(mask, c, 0.0).sum(-1)
     gained = ((real - 1.0) * (torch.digamma(real) - torch.digamma(total)[..., None])).sum(-1)

@@ -262,7 +262,7 @@ class _TransitPlanner(Planner):
     """Transit cells run what is derived from the strengths of the moment (Eq 4); engine cells run everything.
 
     can_widen: strengths are margins, and what has none may run with a weight of zero. Thresholds prune a connection in
-    nearly every step of a long stretch of the search, and each plan would need a CUDA graph of its own.
+    nearly every step of a long stretch of the search, and each plan would need its own CUDA graph.
     """
 
     def __init__(
@@ -432,7 +432,7 @@ class EnTranNasDst(_EngineTransit):
 
     @torch.no_grad()
     def gauges(self) -> dict[str, Tensor]:
-        """Beside the temperature the threshold of every node, and the connections per node of every table."""
+        """In addition to the temperature: the threshold of every node, and the connections per node of every table."""
         found = super().gauges()
         coefficients = self.probabilities()
         for table in self.layout.tables:

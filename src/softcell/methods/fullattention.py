@@ -7,7 +7,7 @@
     §III-C        context auto-regression: masks, decoder, L1       -> `softcell.nn.objective`, for any method and space
     §III-D        search by it, then fine-tuning on the target task -> `pretrain` (`softcell.search.run`)
 
-Space, objective and phases are separate parts. The search alone is DARTS's relaxation with settings of its own: logits
+Space, objective and phases are separate parts. The search itself is DARTS's relaxation with different settings: logits
 start at zero, "an equal amount of attention over all possible operations".
 """
 

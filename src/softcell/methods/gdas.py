@@ -4,7 +4,7 @@
             h = one_hot(argmax_k(log p_k + o_k)), o from Gumbel(0, 1)               -> `harden`
             its relaxation softmax((log p + o) / τ) gives the gradient              -> `arch.relax.concrete`
             x_i = Σ_k h^k F_k(x_j); only the sampled operation runs                 -> `Gdas.relax`
-            the gradient of h at the sampled operation alone is used                -> `straight_through`
+            only the gradient of h at the sampled operation is used                -> `straight_through`
             weights learn on one half of the images, A on the other                 -> bilevel steps
     §4      τ falls linearly from 10 to 0.1                                         -> `Gdas.begin_epoch`
             the strongest operation of each edge                                    -> the space's rule
@@ -53,7 +53,7 @@ def harden(relaxed: Tensor, mask: Tensor, members: Tensor | None = None) -> Tens
 def straight_through(hard: Tensor, relaxed: Tensor) -> Tensor:
     """`hard` with the gradient of `relaxed` where it is 1 and none where it is 0; both [choices, width].
 
-    The paper evaluates h at the sampled operation alone. `relaxed - relaxed.detach()` is exactly 0, so the values are
+    The paper evaluates h only at the sampled operation. `relaxed - relaxed.detach()` is exactly 0, so the values are
     exactly 0 and 1.
     """
     return hard * (1.0 + (relaxed - relaxed.detach()))
@@ -76,7 +76,7 @@ class GdasSettings:
     `schedule`: how the temperature τ moves from `first_temperature` in the first epoch to `last_temperature` in the
     last. `init_scale`: deviation of the normal distribution that A starts from (1e-3 in the released code).
 
-    `run`: "sampled" runs the sampled candidates alone, as the paper does; "all" runs every candidate and multiplies the
+    `run`: "sampled" runs only the sampled candidates, as the paper does; "all" runs every candidate and multiplies the
     others by 0; "auto" is "sampled" on a CPU and "all" elsewhere.
     Deviation: on a GPU the host would have to wait for every sample, and a CUDA graph, which runs the same kernels at
     every replay, could not be used. Gradients are the same. What differs for candidates that were not sampled: under
@@ -142,8 +142,8 @@ class Gdas(Method):
         super().__init__(layout, settings)
         if settings.unsampled == "constant" and layout.space != "nb201":
             raise UserError(
-                f"method.unsampled=constant is for space 'nb201', but the space is {layout.space!r}: the released code "
-                "has it there alone; set method.unsampled=nothing"
+                f"method.unsampled=constant requires space 'nb201', but got {layout.space!r}: the released code "
+                "has it only there; set method.unsampled=nothing"
             )
         self.alpha = logits_like(layout, settings.init_scale)
         self.masks = Masks(layout)

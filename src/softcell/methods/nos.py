@@ -7,8 +7,8 @@
     §3.3      two strongest with a feature, strongest second tier        -> the space's rule, `FeaturePairs`
     A.1       attentions and dynamic convolution                         -> `softcell.nn.calibrate`
 
-Space, search and guidance are separate parts. The search alone is DARTS's relaxation ("we adopt the DARTS method",
-§3.3) with settings of its own; what is new stands in the other two.
+Space, search and guidance are separate parts. The search itself is DARTS's relaxation ("we adopt the DARTS method",
+§3.3) with different settings; the other two are new.
 """
 
 from __future__ import annotations

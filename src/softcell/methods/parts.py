@@ -6,7 +6,7 @@ are there.
 
 Scores of untrained networks (zero-cost proxies), by which a sampler can compare architectures without training:
 
-NASWOT    log |det K|, K_ij = how many ReLUs treat images i and j alike (Mellor et al., ICML 2021, arXiv:2006.04647)
+NASWOT    log |det K|, K_ij = how many ReLUs treat images i and j the same (Mellor et al., ICML 2021, arXiv:2006.04647)
 SynFlow   Σ θ · ∂R/∂θ, R = Σ logits of the network of |θ| for an image of ones (Tanaka et al., NeurIPS 2020,
           arXiv:2006.05467; as a score of networks: Abdelfattah et al., ICLR 2021, arXiv:2101.08134)
 """
@@ -47,7 +47,7 @@ class Pass(NamedTuple):
 class Selection(ABC):
     """Derivation from images: passes over the validation split fill sums, from which `Method.derive` derives.
 
-    last_epoch_only: passes are made after the last epoch alone; else after every epoch that is validated.
+    last_epoch_only: passes are made only after the last epoch; else after every epoch that is validated.
     accepts_penalty: whether gradients of a resource penalty reach the method through `Method.occupancy`.
 
     Example:
@@ -118,7 +118,7 @@ class Planner:
         self._plan: Plan | None = None
 
     def reading(self) -> Tensor | None:
-        """Numbers [n] that the host reads to make a plan; None: there is no plan. Must not wait for the host."""
+        """Numbers [n] that the host reads to make a plan; None: no plan. Must not synchronise with the host."""
         return None
 
     def plan(self, reading: Tensor) -> Plan:
@@ -148,7 +148,7 @@ class Planner:
         return None
 
     def current(self) -> Plan:
-        """The plan that is followed. Outside of `following` one is made at once, which waits for the device."""
+        """The plan that is followed. Outside of `following` one is made at once, which synchronises with the device."""
         if self._plan is not None:
             return self._plan
         with torch.no_grad():
@@ -169,7 +169,7 @@ class Planner:
 class PathPlanner(Planner):
     """One random path per step, drawn on the host from the run's key and the step's number.
 
-    owner: gets the key as a buffer, so that it is saved with the method. path: a seed to the plan it stands for.
+    owner: gets the key as a buffer, so that it is saved with the method. path: maps a seed to its plan.
 
     Example:
         >>> import random
@@ -199,7 +199,7 @@ class PathPlanner(Planner):
 
     def draw(self, step: int) -> Plan:
         if self._known_key is None:
-            self._known_key = int(self.reading())  # waits for the device, once per run
+            self._known_key = int(self.reading())  # synchronises with the device, once per run
         return self._path(f"{self._known_key} {step}")
 
     def num_plans(self) -> int:
@@ -240,7 +240,7 @@ class Observer(ABC):
 
     @abstractmethod
     def observe(self, mix: Mix, gradients: Sequence[Tensor | None]) -> None:
-        """Adds the gradients of the watched tensors to `sums`, in place, once per step; must not wait for the host.
+        """Adds the gradients of the watched tensors to `sums`, in place, once per step, without synchronising.
 
         With several processes these are the gradients of this process's part of the batch.
         """
@@ -250,7 +250,7 @@ class Observer(ABC):
         """By file name, per table [choices, width].
 
         The search zeroes them before an epoch, saves them in checkpoints within one, and writes their mean per step,
-        averaged over processes, to `<name>.jsonl`. They are no part of the method's state.
+        averaged over processes, to `<name>.jsonl`. They are not part of the method's state.
         """
 
 
@@ -275,7 +275,7 @@ class _ReluCodes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @torch.no_grad()
 def naswot(forward: Callable[[Tensor], Any], images: Tensor) -> float:
-    """log |det K| over a batch of images [n, c, h, w]; -inf where two images are alike to every ReLU."""
+    """log |det K| over a batch of images [n, c, h, w]; -inf if no ReLU distinguishes two images."""
     codes = _ReluCodes(images.shape[0])
     with codes:
         forward(images)

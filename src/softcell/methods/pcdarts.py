@@ -6,7 +6,7 @@
     §4.2         α and β wait for 15 of 50 epochs                                   -> `architecture.after`
 
 S selects 1/K of the channels: the first ones, with a channel shuffle behind each node, as in the released code.
-`pc-darts` is the whole method. `edge-normalised` is Eq 3 alone: every candidate works on all channels.
+`pc-darts` is the whole method. `edge-normalised` is only Eq 3: every candidate works on all channels.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SMALL: dict[str, Any] = {"epochs": 8, "batch_size": 96, "weights": {"lr": 0.1}, 
 def edge_groups(table: Table) -> Tensor:
     """Which edges share a softmax: bool [groups, choices], those into one node.
 
-    Edges whose links compete already (`Table.contests`) are groups of one, which leaves their weights alone.
+    Edges whose links compete already (`Table.contests`) are groups of one, which leaves their weights unchanged.
     """
     free = [[i for i in table.incoming(node) if i not in table.contest_of] for node in table.targets]
     groups = [group for group in free if group] + [[i] for i in table.contest_of]

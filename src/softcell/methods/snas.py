@@ -103,7 +103,7 @@ class Snas(Method):
         "paper": {
             "epochs": 150,
             # Deviation: 0.3 is the authors', constant from the first step on. Here it is reached linearly over the
-            # epochs, as in DARTS: operations that have learnt nothing yet need no noise.
+            # epochs, as in DARTS: operations that have learned nothing yet need no noise.
             "drop_path": 0.3,
             "child_every": 1,
             "weights": {"lr_min": 0.0},

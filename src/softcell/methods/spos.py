@@ -4,8 +4,8 @@
     §3.3     a* = argmax ACC_val(N(a, W(a)))               -> evolution (`softcell.arch.evolve`)
 
 Only the supernet learns. Each step runs one architecture, drawn uniformly from the space, with coefficients of exactly
-1; it is drawn on the host before the step, from the run's seed and the step's number alone, so a resumed run draws the
-same ones and the host never waits for the device. The best one is found afterwards by evolution, which measures
+1; it is drawn on the host before the step, from the run's seed and the step's number only, so a resumed run draws the
+same ones and the host never synchronises with the device. The best one is found afterwards by evolution, which measures
 architectures with the supernet's weights and recalibrated BatchNorm, within the budgets.
 """
 

@@ -1,6 +1,6 @@
 """Zero-cost search: evolution by scores of untrained networks, without any training.
 
-A score of a network at its initialisation stands for the accuracy it would reach: SynFlow or NASWOT
+A score of a network at initialisation replaces the accuracy it would reach: SynFlow or NASWOT
 (`softcell.methods.parts`; as a search: Mellor et al., ICML 2021, arXiv:2006.04647; Abdelfattah et al., ICLR 2021,
 arXiv:2101.08134). Evolution works as in single-path one-shot search (`softcell.arch.evolve`): children of the best
 so far, half by crossover, half by mutation. The architecture of the best score is the result.

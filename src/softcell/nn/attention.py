@@ -5,8 +5,8 @@ pixels around it. With queries q, keys k and values v of one head, and r = row e
 
     y_ij = Σ_ab softmax_ab( q_ij·k_ab + q_ij·r_{a-i,b-j} ) v_ab
 
-where a, b run over those of the k × k neighbours that lie in the image; pixels outside are ignored. As in that paper
-the logits are not divided by √d. Non-local (Wang et al.: Non-Local Neural Networks, CVPR 2018, embedded
+where a, b run over those of the k × k neighbours that are inside the image; pixels outside are ignored. As in that
+paper the logits are not divided by √d. Non-local (Wang et al.: Non-Local Neural Networks, CVPR 2018, embedded
 Gaussian): one head, every position attends to all, no positions.
 
 A neighbourhood is never copied (`softcell.kernels.local`). On a CPU, maps so small that a neighbourhood is a good part
@@ -144,7 +144,7 @@ class Attention(nn.Module):
         return F.conv2d(x, torch.cat([part.weight for part in (self.queries, self.keys, self.values)]))
 
     def embeddings(self) -> tuple[Tensor, ...]:
-        """Further inputs of `attend`, beside queries, keys and values."""
+        """Further inputs of `attend`, in addition to queries, keys and values."""
         return ()
 
     def attend(self, packed: Tensor, *embeddings: Tensor) -> Tensor:
@@ -156,7 +156,7 @@ class Attention(nn.Module):
         return self.project(self.attend(self.packed(x), *self.embeddings()))  # type: ignore[no-any-return]
 
     def uncounted(self, height: int, width: int) -> int:
-        """Multiply-adds for one image that are no convolution and no product of matrices."""
+        """Multiply-adds for one image outside of convolutions and matrix products."""
         return 0
 
 

@@ -60,8 +60,8 @@ class Candidate:
     """A registered operation.
 
     `zero`: its output is all zeros, so it never runs. `blind`: its output does not depend on its input (noise), so no
-    gradient passes. `widens`: it can change the width. `shared(spec)`: its output depends on its input alone (no
-    weights, no noise), so it is computed once for all edges that leave a node. `multiple`: it is built for widths that
+    gradient passes. `widens`: it can change the width. `shared(spec)`: its output depends only on its input (no
+    weights, no noise), so it is computed once for all outgoing edges of a node. `multiple`: it is built for widths that
     are a multiple of this (heads of attention).
 
     `kind` says what its module gives: a feature map; an attention, of a shape that broadcasts to
@@ -121,7 +121,7 @@ def candidate(
             raise UserError(f"a candidate's name must be a plain identifier such as 'sep_conv_3x3', got {name!r}")
         known = _REGISTRY.get(name)
         if known is not None and known.build.__module__ != build.__module__:
-            raise UserError(f"candidate {name!r} exists already (from {known.build.__module__}); choose another name")
+            raise UserError(f"candidate {name!r} already exists (from {known.build.__module__}); choose another name")
         shares = shared if callable(shared) else (lambda _: bool(shared))
         _REGISTRY[name] = Candidate(name, build, zero, shares, kind, blind, widens, multiple)
         return build
@@ -138,7 +138,9 @@ def get_candidate(name: str) -> Candidate:
         'sep_conv_3x3'
     """
     if name not in _REGISTRY:
-        raise UserError(f"no candidate operation {name!r} (--plugin FILE brings your own); {nearest(name, _REGISTRY)}")
+        raise UserError(
+            f"no candidate operation {name!r} (add your own with --plugin FILE); {nearest(name, _REGISTRY)}"
+        )
     return _REGISTRY[name]
 
 

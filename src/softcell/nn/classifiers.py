@@ -4,7 +4,7 @@ ResNet-18 for CIFAR: He, Zhang, Ren, Sun, CVPR 2016. PyramidNet with bottlenecks
 Pyramidal Residual Networks, CVPR 2017; depth 110 and α = 84 is NOS's teacher (§4.2).
 
 Each is a frozen dataclass of settings that builds a `Classifier`, a network in two halves: `features` gives one map per
-resolution, `head` turns the last into logits. `Tapped` makes a frozen teacher of any module.
+resolution, `head` turns the last into logits. `Tapped` turns any module into a frozen teacher.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 The latter, in the order convolution, norm, ReLU6, are those of MobileNetV2 (Sandler et al., CVPR 2018), with
 squeeze-and-excitation on the expanded width as in MobileNetV3 (Howard et al., ICCV 2019). `mbconv_e6_k5` expands
-six-fold and has a 5×5 kernel; `_se` adds squeeze-and-excitation. Pools have no weights, so all edges that leave a node
+six-fold and has a 5×5 kernel; `_se` adds squeeze-and-excitation. Pools have no weights, so all outgoing edges of a node
 share one computation.
 """
 
@@ -131,8 +131,8 @@ class FactorisedReduction(nn.Module):
 def dense_gradient(x: Tensor) -> Tensor:
     """x [n, c, h, w], whose gradient on a GPU is dense and channels-last.
 
-    Gradients of a mean over pixels and of parts of a concatenation are views with gaps or repeats. Batch-norm and
-    pooling take their slow channels-first kernels for those, and hand the layout on to everything before them.
+    Gradients of a mean over pixels and of parts of a concatenation are views with gaps or repeats. For those,
+    batch-norm and pooling use their slow channels-first kernels, and pass the layout on to everything before them.
     """
     if not (x.is_cuda and x.requires_grad and torch.is_grad_enabled()) or torch.compiler.is_compiling():
         return x
@@ -243,7 +243,7 @@ def dil_conv_5x5(spec: Spec) -> nn.Module:
 
 @candidate("conv_7x1_1x7")
 def conv_7x1_1x7(spec: Spec) -> nn.Module:
-    """A 7×7 convolution in two strokes (AmoebaNet)."""
+    """A factorised 7×7 convolution, 1×7 then 7×1 (AmoebaNet)."""
     c, s = spec.channels, spec.stride
     return ReLUFirst(
         nn.ReLU(),

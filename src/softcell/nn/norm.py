@@ -162,7 +162,7 @@ def recomputed(module: nn.Module, *inputs: Tensor) -> Tensor:
 
     Modules without weights keep little and may draw random numbers: they are not recomputed.
     """
-    # The backward pass must use the parameters of now, which may be temporary ones.
+    # The backward pass must use the current parameters, which may be temporary ones.
     state: dict[str, Tensor] = dict(module.named_parameters())
     if not state or not torch.is_grad_enabled():
         return module(*inputs)  # type: ignore[no-any-return]

@@ -1,16 +1,16 @@
 """What a step minimises: a module from (network, images, labels) to a loss.
 
 An objective sees a network only as `features` and `head`, so the same one serves a supernet under a mix and a derived
-network, and it may own modules of its own (a decoder, a frozen teacher).
+network, and it may have its own modules (a decoder, a frozen teacher).
 
 **Context auto-regression** (full-attention NAS, §III-C): a network learns to fill in hidden parts of an image. Several
-smaller, possibly overlapping rectangles are hidden, up to a quarter of the image in all. The network's features of what
-is left are decoded by a series of up-sampling layers, and the L1 distance to the true content is taken over the hidden
-pixels alone. No labels are needed, so every method in every space can learn from it.
+smaller, possibly overlapping rectangles are hidden, up to a quarter of the image in total. The network's features of
+what is left are decoded by a series of up-sampling layers, and the L1 distance to the true content is taken only over
+the hidden pixels. No labels are needed, so every method in every space can learn from it.
 
 The paper says only "several smaller, possibly overlapping, random masks [...] that cover up to 1/4 of the
 image". Settled here: 2 to 8 rectangles; each of m has 1/(4m) of the image's area, so that their union is a quarter less
-what overlaps; a rectangle may lie across the border, where it is cut off, so that all pixels are hidden equally often;
+what overlaps; a rectangle may cross the border, where it is cut off, so that all pixels are hidden equally often;
 hidden pixels are 0, the mean colour of normalised images.
 
 **Attention transfer** (NOS, Eq 6, 8 and 9; Zagoruyko, Komodakis: Paying More Attention to Attention, ICLR 2017): a
@@ -22,7 +22,7 @@ channels, flattened and normalised; student and teacher are compared position by
     mean-square        ½ Σ_j mean over batch and positions of (q_S^j - q_T^j)²
 
 Deviation: the default is the mean square, as in the released code of attention transfer. With λ = 1e3 the literal norm
-drowns the cross-entropy: its gradient is thousands of times larger.
+swamps the cross-entropy: its gradient is thousands of times larger.
 
 `Guided` adds λ times this to any objective, so that every method in every space can be guided, in every loss it learns
 from (Eq 8 and 9). The teacher runs once per batch, without gradients, whatever the number of stages.
@@ -166,7 +166,7 @@ def rectangles(numbers: Tensor, height: int, width: int) -> Tensor:
     """Uniform numbers [n, 1 + 3 · most] to rectangles int64 [n, most, 4]: top, left, height, width; 0 high: none.
 
     The top of a rectangle is uniform over all rows at which it still reaches into the image. So each row is covered
-    with probability high / (height + high - 1), those at the border too; columns alike.
+    with probability high / (height + high - 1), those at the border too; likewise for columns.
     """
     most = (numbers.shape[1] - 1) // _NUMBERS
     pixels = height * width // COVERED
@@ -306,9 +306,9 @@ def pair_stages(student: Sequence[tuple[int, int]], teacher: Sequence[tuple[int,
         if not found:
             mine, theirs = (", ".join(f"{h}x{w}" for h, w in sizes) for sizes in (student, teacher))
             raise UserError(
-                f"guidance compares maps of one size, but the teacher has none of {size[0]}x{size[1]}: stages of the "
-                f"searched network are {mine}, maps of the teacher {theirs}; use a teacher that halves its maps at the "
-                "same stages, or other images"
+                f"guidance compares maps of the same size, but the teacher has none of {size[0]}x{size[1]}: stages of "
+                f"the searched network are {mine}, maps of the teacher {theirs}; use a teacher that halves its maps at "
+                "the same stages, or other images"
             )
         pairs.append(found[-1])
     return tuple(pairs)
@@ -353,7 +353,7 @@ class Guided(Objective):
     def _teach(self, images: Tensor) -> list[Tensor]:
         """The teacher's attention for a batch; a batch that was just seen (second order) is not run again.
 
-        A batch is recognised as the same unchanged tensor: a captured step has tensors of its own.
+        A batch is recognised as the same unchanged tensor: a captured step has its own tensors.
         """
         for known, version, vectors in self._seen:
             if known is images and version == images._version:

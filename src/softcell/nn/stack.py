@@ -44,7 +44,7 @@ def stacking_pays(x: Tensor) -> bool:
 
 
 def stack_key(module: nn.Module | None) -> Hashable | None:
-    """A key that modules which can be stacked share; None for a module that runs alone."""
+    """A key that modules which can be stacked share; None for a module that must run separately."""
     if type(module) is not ReLUConvBN:
         return None
     conv, norm = _conv_and_norm(module)
@@ -73,7 +73,7 @@ def has_hooks(module: nn.Module) -> bool:
 def grouped(
     modules: Iterable[nn.Module | None], key: Callable[[nn.Module | None], K | None]
 ) -> dict[K, dict[int, Any]]:
-    """Modules by key and by id; those whose key is None are left out."""
+    """Modules by key and by id; those whose key is None are skipped."""
     found: dict[K, dict[int, Any]] = {}
     for module in modules:
         if module is not None and (kind := key(module)) is not None:
@@ -99,7 +99,7 @@ def normalise(y: Tensor, norms: Sequence[nn.BatchNorm2d]) -> Tensor:
     scale = torch.cat([n.weight for n in norms]) if norm.affine else None
     shift = torch.cat([n.bias for n in norms]) if norm.affine else None
     if norm.training and shares_norms():
-        assert norm.momentum is not None  # `norm_key` refuses such norms
+        assert norm.momentum is not None  # `norm_key` rejects such norms
         # One collective for the group.
         y, _, *new = normalise_over_ranks(y, scale, shift, norm.eps)
         both += (torch.cat(new) - both) * norm.momentum
@@ -140,7 +140,7 @@ def like(vector: Tensor, weight: Tensor) -> Tensor:
 def owned(vector: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
     """The part of each weight in a vector of all of them.
 
-    Each gets memory of its own: clipping or averaging gradients in place must not change another's.
+    Each gets its own memory: clipping or averaging gradients in place must not change another's.
     """
     parts = torch.split(vector, [w.numel() for w in weights])
     own = [torch.empty_strided(w.shape, w.stride(), dtype=w.dtype, device=w.device) for w in weights]
@@ -176,7 +176,7 @@ def grouping_blocks_pays(x: Tensor) -> bool:
 
 
 def block_key(module: nn.Module | None) -> Hashable | None:
-    """A key that blocks which can run together share; None for a module that runs alone."""
+    """A key that blocks which can run together share; None for a module that must run separately."""
     if type(module) is not AttentionBlock or has_hooks(module):
         return None
     if type(module.attention) not in (LocalAttention, NonLocalAttention):
@@ -198,7 +198,7 @@ def _linear_key(part: nn.Module) -> Hashable | None:
 
 
 def run_blocks(modules: Iterable[nn.Module | None], x: Tensor) -> dict[int, Tensor]:
-    """What each block makes of x [n, c, h, w], by its id; modules that must run alone are left out."""
+    """What each block makes of x [n, c, h, w], by its id; modules that must run separately are skipped."""
     found: dict[int, Tensor] = {}
     for own in grouped(modules, block_key).values():
         if len(own) > 1:

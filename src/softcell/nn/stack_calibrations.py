@@ -42,7 +42,7 @@ def grouping_calibrations_pays(x: Tensor) -> bool:
 
 
 def family(module: nn.Module | None) -> tuple[Hashable, ...] | None:
-    """A key that modules whose weights can be stacked share; None for a module that runs alone.
+    """A key that modules whose weights can be stacked share; None for a module that must run separately.
 
     Modules of one key have one size; those that share its first item use one norm.
     """
@@ -59,7 +59,7 @@ def family(module: nn.Module | None) -> tuple[Hashable, ...] | None:
 
 
 def run_calibrations(modules: Iterable[nn.Module | None], x: Tensor) -> dict[int, Tensor]:
-    """What each module makes of x [n, c, h, w], by its id; those that must run alone are left out."""
+    """What each module makes of x [n, c, h, w], by its id; those that must run separately are skipped."""
     families = grouped(modules, family)
     if sum(map(len, families.values())) < 2:
         return {}
@@ -201,7 +201,7 @@ def _scored(rows: Tensor, weight: Tensor) -> Tensor:
 
 
 class _Scored(torch.autograd.Function):
-    """Plain autograd would give the rows a gradient that lies channel by channel, and slow down all that adds to it."""
+    """Plain autograd would give the rows a channel-by-channel gradient, which slows down everything that adds to it."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weight: Tensor) -> Tensor:

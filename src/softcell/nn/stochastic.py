@@ -267,7 +267,7 @@ class Noise(nn.Module):
     """[n, c, h, w] to noise [n, c, ⌈h/stride⌉, ⌈w/stride⌉] from N(0, 1), whatever the input (space S4 of RobustDARTS).
 
     Zela et al.: Understanding and Robustifying Differentiable Architecture Search, ICLR 2020, §3. Nothing can be
-    learned through it, so a sound search leaves it out. In training values are redrawn at every step. Deviation: in
+    learned through it, so a sound search avoids it. In training values are redrawn at every step. Deviation: in
     evaluation they are one fixed pattern per edge (`salt`), the same for every image, so that a measured accuracy
     repeats, does not depend on the batch size, and a derived network can be exported.
     """

@@ -1,4 +1,4 @@
-"""Budgets: how much the derived network may cost, what it costs, and how a search is made to meet them.
+"""Budgets: how much the derived network may cost, what it costs, and how a search meets them.
 
 A multiplier per budget is moved once per epoch by dual ascent in its logarithm: up while the derived network exceeds
 the budget, slowly down once it is well below, and not at all in between. If the last network still misses the budget,
@@ -189,7 +189,7 @@ class Budget:
         if other:
             differences = ", ".join(f"{key} {measured[key]} there and {own[key]} here" for key in other)
             notify(
-                f"{self._settings.latency_table} was measured for another network than this search is for "
+                f"{self._settings.latency_table} was measured for a different network from that of this search "
                 f"({differences}), so its times may not hold; `softcell latency` with --input, --channels and --set "
                 "measures this one"
             )
@@ -243,7 +243,7 @@ class Budget:
 
 
 def _format_excess(found: Mapping[str, float], limits: Mapping[str, float]) -> str:
-    """By how much costs exceed their budgets; empty where they do not."""
+    """The amounts by which costs exceed their budgets; empty where they do not."""
     return " and ".join(
         f"{format_cost(kind, found[kind])}, {found[kind] / limit - 1:.1%} over the budget of {format_cost(kind, limit)}"
         for kind, limit in limits.items()
@@ -266,7 +266,7 @@ def next_within(
 ) -> tuple[int, Genotype]:
     """The first of `draw(first)`, `draw(first + 1)`, ... that meets the budget, and its number; numbers are from 0.
 
-    have: how many were found before it. What they have left of their tries this one may use too.
+    have: how many were found before it. It may also use their remaining tries.
     """
     for kind in budget.out_of_reach():
         limit = format_cost(kind, budget.limits[kind])
@@ -313,7 +313,7 @@ class StatedBudget:
         )
 
     def missed(self) -> str | None:
-        """By how much the architecture found exceeds the budget; None where it meets it."""
+        """The amount by which the architecture found exceeds the budget; None where it meets it."""
         limits = self.resource.budgets()
         return _format_excess(self.found, {kind: limit for kind, limit in limits.items() if kind in self.found}) or None
 

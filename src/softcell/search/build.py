@@ -161,7 +161,7 @@ def _selecting(
 
 
 def _judged(recipe: SearchRecipe, feeds: Feeds, dataset: Dataset, parts: Mapping[str, Tensor]) -> Batches:
-    """The validation images that a selection by perturbation measures on, in a random order drawn by the seed.
+    """The validation images that a selection by perturbation measures on, in a random order that the seed determines.
 
     BatchNorm may normalise by each batch, so no batch may have a single class or be much smaller than the others.
     """
@@ -232,7 +232,7 @@ def _resource_of(
 def _budget_of_draws(
     recipe: SearchRecipe, space: Space, dataset: Dataset, notify: Callable[[str], None]
 ) -> Budget | None:
-    """The budget that proposed architectures must meet. A penalty is refused: a sampler has no gradient for it."""
+    """The budget that proposed architectures must meet. A penalty is rejected: a sampler has no gradient for it."""
     settings = recipe.resource
     if settings.preset != "none" or settings.weight is not None:
         raise UserError(
@@ -254,7 +254,7 @@ def _budget(recipe: SearchRecipe, penalty: ResourcePenalty | None, dataset: Data
 
 
 def _find_cheapest(budget: Budget, recipe: SearchRecipe, dataset: Dataset, rule: Rule | None) -> None:
-    """At the sizes of the network that the budget is for: at others, another candidate may be the cheapest."""
+    """At the sizes of the network that the budget applies to: at others, another candidate may be the cheapest."""
     trained, shape, num_classes = counted_network(recipe, dataset.shape, dataset.num_classes)
     costs = count_candidates(trained, shape, num_classes, trained=True)
     table = recipe.resource.latency_table

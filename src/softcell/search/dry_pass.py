@@ -51,7 +51,7 @@ def _launches_kernels(task: SearchTask) -> bool:
 
 
 class Unlearning(StepState):
-    """A step that computes gradients and learns nothing from them, without other ranks."""
+    """A step that computes gradients but changes nothing, without other ranks."""
 
     __slots__ = ()
 

@@ -24,7 +24,7 @@ from softcell.settings import flat
 FILE = "architecture.jsonl"
 LAST = "last"
 WHERE = {"seed", "device", "threads", "engine", "deterministic", "plugins", "data_root"}
-"""Settings of where and how a run computes, not of what it computes."""
+"""Settings that change where and how a run computes, not what it computes."""
 NO_MATTER = {"precision", "fused", "validate_every", "child_every"}
 """Further settings that do not change what a search finds: speed, and additional measurements."""
 
@@ -114,7 +114,7 @@ def _derived_in(folder: Path, wanted: str) -> Genotype:
     if number not in read:
         known = f"it did after epoch {_spans(sorted(read))}" if read else "no epoch has made one yet"
         raise UserError(
-            f"{folder}@{wanted}: this search derives from passes over the validation split and made none in that "
+            f"{folder}@{wanted}: this search derives from passes over the validation split and ran none in that "
             f"epoch; {known}"
         )
     row = best_so_far([row for epoch, row in sorted(rows.items()) if epoch <= number])
@@ -234,7 +234,7 @@ def run_of(source: str | Path | None) -> Path | None:
 
 
 def run_in(folder: Path, *, searched: bool = False) -> Path:
-    """The run that a folder stands for: itself, if it is one.
+    """The run that a folder refers to: itself, if it is one.
 
     For a folder of `softcell run` that is its training, or its search if `searched` or if there is no training; for a
     folder of several seeds the best seed.
@@ -253,11 +253,11 @@ def _best(folder: Path) -> int:
     except (OSError, ValueError, LookupError, TypeError) as error:
         if (folder / SEEDS).is_file() and '"kind": "train"' in (folder / SEEDS).read_text("utf-8", "replace"):
             raise UserError(
-                f"{folder} has trainings of several seeds and no best one, since the test set would have to choose it; "
-                "name one of the folders in it"
+                f"{folder} has training runs with several seeds and no best one, since the test set would have to "
+                "choose it; name one of the folders in it"
             ) from error
         raise UserError(
-            f"{folder} has searches of several seeds and no best one yet; resume it with `softcell search --resume "
+            f"{folder} has searches with several seeds and no best one yet; resume it with `softcell search --resume "
             f"{folder}`, or name one of the folders in it"
         ) from error
 

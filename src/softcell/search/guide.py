@@ -71,7 +71,7 @@ class Guide:
 def make_objective(
     settings: Guide, stages: Callable[[], list[tuple[int, int]]], shape: Shape, session: Session
 ) -> tuple[Objective, dict[str, Any]]:
-    """The objective of a search, and a record of the teacher for its results; a teacher that does not fit is refused.
+    """The objective of a search, and a record of the teacher for its results; a teacher that does not fit is rejected.
 
     stages: heights and widths of the searched network's stages.
     """
@@ -135,13 +135,13 @@ def _check_map(found: Tensor, name: str, number: int) -> None:
         raise UserError(f"a teacher's maps must be of real numbers, but {name} is of {found.dtype}; convert it")
     if found.shape[0] != number:
         raise UserError(
-            f"a teacher's maps must be those of every image, but {name} has {found.shape[0]} for {number} images; give "
+            f"a teacher must give one map per image, but {name} has {found.shape[0]} for {number} images; give "
             "one [c, h, w] for each"
         )
     if not bool(found.isfinite().all()):
         raise UserError(
-            f"a teacher's maps must be finite, but {name} is not; its weights are damaged or made for other images: "
-            "train it again, or use another"
+            f"a teacher's maps must be finite, but {name} is not; its weights are damaged or were trained on other "
+            "images: train it again, or use another"
         )
 
 
@@ -228,8 +228,8 @@ def drowned(norms: Mapping[str, float], weight: float) -> str | None:
     equal = float(f"{weight * task / guide:.2g}")
     return (
         f"the teacher outweighs the labels: after the first epoch the norm of its gradient is {guide:.2g}, that of the "
-        f"labels {task:.2g}. With --set guide.weight={equal:g} they would be equal. Guidance is the stronger, the "
-        "smaller the images are"
+        f"labels {task:.2g}. With --set guide.weight={equal:g} they would be equal. Guidance is "
+        "stronger on smaller images"
     )
 
 

@@ -64,7 +64,7 @@ class Baseline:
         """The accuracy up to which a supernet may be guessing.
 
         Always answering one class is right for at most the commonest one's share. Two standard deviations of such a
-        share over the images are added, which guessing exceeds in one case of forty.
+        share over the images are added, which guessing exceeds once in forty.
         """
         return self.commonest + 2 * math.sqrt(self.commonest * (1 - self.commonest) / self.images)
 
@@ -188,7 +188,7 @@ def attention(found: Restored, epochs: int, notify: Notify, selector: str = "itn
         if calibration is None:
             _pass(supernet, mix, images)
             continue
-        notify("attention, one choice after the other")
+        notify("attention, one choice at a time")
         training = found.feeds().training(found.parts["weights"], found.dataset.augment).epoch(0)
         with recalibrated(supernet, calibration, islice(training, found.recipe.evolution.norm_batches)):
             _pass(supernet, mix, images)
@@ -277,7 +277,7 @@ def discretisation(found: Restored, images: int, notify: Notify) -> Tables:
     """The accuracy of the supernet once an edge keeps one candidate in all cells, while all others stay mixed.
 
     IT-NAS, §4.4 and Figure 3, after DARTS-PT. Deviation: DARTS-PT trains the supernet on to convergence after each;
-    here batch-norm alone is recalibrated, where perturbation does that too.
+    here only batch-norm is recalibrated, where perturbation does that too.
     """
     if images < 1:
         raise UserError(f"discretisation needs at least one image, but got {images}")
@@ -305,8 +305,8 @@ def _norm_batches(found: Restored, images: int) -> list[Batch] | None:
     behind: 21% and 65% after two epochs of IT-NAS.
 
     Statistics are recalibrated for the mix without a candidate, too: else a misfit would show instead of the candidate.
-    As many images as the perturbation uses suffice (5 batches instead of 20: 0.2 points in the first example, and most
-    of the time saved); never more batches than the search itself uses. All mixes get the same batches.
+    As many images as the perturbation uses are enough (5 batches instead of 20: 0.2 points in the first example, and
+    most of the time saved); never more batches than the search itself uses. All mixes get the same batches.
     """
     if not (found.method.many_cells or found.method.selection is not None):
         return None

@@ -1,7 +1,7 @@
-"""What a search measures at the end of every epoch: one small meter for each thing.
+"""The meters of a search: each measures one thing at the end of every epoch.
 
-`SearchTask.end_epoch` asks its meters in order and joins what they return: metrics for `metrics.jsonl`, and records for
-other files of the run folder. A meter with state has a key, under which the task's checkpoints keep it.
+`SearchTask.end_epoch` calls its meters in order and merges what they return: metrics for `metrics.jsonl`, and records
+for other files of the run folder. A meter with state has a key, under which the task's checkpoints keep it.
 """
 
 from __future__ import annotations
@@ -207,7 +207,7 @@ class ValidationMeter(EpochMeter):
             return
         mix = whole if whole is not None and self._selecting is self._accuracy else task.method.relax()
         own = Pass(mix, mix if task.method.many_cells and whole is None else None)
-        # One of the passes that recalibrate stands for all of them.
+        # One of the passes that recalibrate represents all of them.
         others = [*passes[: whole is not None], *[other for other in passes if other.calibration is not None][:1]]
         for validation, one in ((self._accuracy, own), *((self._selecting, other) for other in others)):
             calibrated: AbstractContextManager[None] = nullcontext()
@@ -349,8 +349,8 @@ class CollapseMeter(EpochMeter):
             if collapsed and name not in self._warned:
                 self._warned.add(name)
                 advice = (
-                    f"it ends after {count_of(self._settings.patience, 'such epoch')} in a row, with the architecture "
-                    "from before."
+                    f"it ends after {count_of(self._settings.patience, 'such epoch')} in a row and keeps the "
+                    "architecture from before."
                     if self._settings.stop
                     else "fewer epochs, or --set collapse.stop=true to keep the architecture from before."
                 )

@@ -7,7 +7,7 @@ Algorithm 1:
     nodes, in random order   keep the input edges whose removal lowers it most; tune the supernet
 
 One round decides one edge (later one node) of every table, as the authors' code does for normal and reduction cell.
-The supernet is then tuned for `select.epochs` epochs; nothing is tuned after the last round, which nothing depends on.
+The supernet is then tuned for `select.epochs` epochs; nothing is tuned after the last round, since no decision follows.
 
 Deviation: the architecture parameters stay as the search left them while weights are tuned. The authors' code trains
 those of undecided edges too, by DARTS's own step, which other methods do not have.

@@ -1,4 +1,4 @@
-"""The description of a search: plain frozen data, from which a run can be repeated.
+"""The recipe of a search: plain frozen data, from which a run can be repeated.
 
 A recipe is merged from the defaults below, the space's sizes and the method's recipe for the scale (`small`, `paper` or
 another that the method names), a configuration file and single settings, the later winning. The result is complete:
@@ -153,7 +153,7 @@ class Select:
 
     `by` "method": as the method derives. "perturbation": DARTS-PT, edge by edge, the candidate whose removal lowers the
     supernet's `measure` (accuracy or loss) on the validation split most. `epochs` epochs tune the weights after each
-    decision (0: none), at `lr` falling to `weights.lr_min` along a cosine (None: a tenth of `weights.lr`). `images`:
+    decision (0: none), at `lr` with cosine decay to `weights.lr_min` (None: a tenth of `weights.lr`). `images`:
     number of validation images for each measurement (0: all). `norms`: the statistics of BatchNorm while measuring:
     those of each batch, as in the authors' code, recalibrated ones for every removal, or the running ones, which suit
     only methods that train the same mix that is measured.
@@ -184,7 +184,7 @@ class SearchRecipe:
 
     `classes`: only that many classes of the data, drawn at random by the seed; None for all.
     `split`: weights learn from `weights`, the architecture from `validation`. Accuracies are measured on `validation`,
-    or on `held` if that is given, which nothing learns from. `validation` 0: both levels learn from all images of
+    or on `held` if that is given, which is not used for training. `validation` 0: both levels learn from all images of
     `weights`, and accuracies are measured on these too, unless `held` is given.
     `evolution`: with `generations` above 0, architectures are bred and measured with the trained supernet's weights,
     and the best within the budgets is derived instead of the method's own.
@@ -353,7 +353,7 @@ def resolve(*layers: Mapping[str, Any]) -> SearchRecipe:
         base["space_settings"] = dict(space.small)
         base["threads"] = 1  # tensors this small gain nothing from a second thread, and on a busy machine they lose
     else:
-        # A validation pass is a sixth of a first-order epoch: one forward pass beside two forward and backward passes.
+        # A validation pass is a sixth of a first-order epoch: one forward pass against two forward and backward passes.
         base["validate_every"] = 4
     own = dict(method.recipes.get(scale, {}))
     wanted = own.get("space_settings", {})
@@ -364,9 +364,7 @@ def resolve(*layers: Mapping[str, Any]) -> SearchRecipe:
     full = to_dict(recipe)
     full["method_settings"] = to_dict(build(method.Settings, recipe.method_settings, f"method {recipe.method}"))
     full["space_settings"] = to_dict(build_space(recipe.space, recipe.space_settings))
-    evaluation_space(
-        recipe.space, recipe.data, recipe.resource.network
-    )  # refuses settings that the space does not have
+    evaluation_space(recipe.space, recipe.data, recipe.resource.network)  # rejects settings unknown to the space
     regime = recipe.regime
     if regime == "auto":
         full["regime"] = regime = method.regime if issubclass(method, Method) else "bilevel"
@@ -434,7 +432,7 @@ def _check_measurable(recipe: SearchRecipe, method: type[Method | Sampler]) -> N
         chooser = f"select.by={recipe.select.by} (--select)"
     if chooser is not None:
         raise UserError(
-            f"{chooser} needs images that no weights learned from, but split.validation=0 leaves none; give "
+            f"{chooser} needs images that no weights were trained on, but split.validation=0 leaves none; give "
             "--set split.validation=0.1, or hold some back with split.held"
         )
 

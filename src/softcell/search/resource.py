@@ -1,4 +1,4 @@
-"""A resource penalty for any method, and what it is made of: settings, latency tables, and costs of a mix.
+"""A resource penalty for any method, and its parts: settings, latency tables, and costs of a mix.
 
 Xie, Zheng, Liu, Lin: SNAS, ICLR 2019, §2.4.
 
@@ -39,9 +39,9 @@ Form = Literal["log", "linear"]
 Kind = Literal["parameters", "flops", "memory", "latency"]
 
 # The paper's levels have names but no published numbers. 1.5e-3 on the log of a sample's cost is the command in the
-# authors' repository, which does not say for which level it is; that it is 'moderate' is our reading, and all other
+# authors' repository, which does not say for which level it is; 'moderate' is our interpretation, and all other
 # numbers are ours, chosen so that parameters fall from one level to the next. As the temperature falls, the log of a
-# sample's cost pulls up to 7 times as hard towards `none` as the log of the expected cost, hence levels of its own.
+# sample's cost pulls up to 7 times as hard towards `none` as the log of the expected cost, hence separate levels.
 PRESETS: dict[str, dict[str, float]] = {
     "log of the sample's cost": {"none": 0.0, "mild": 5e-4, "moderate": 1.5e-3, "aggressive": 5e-3},
     "log of the expected cost": {"none": 0.0, "mild": 5e-4, "moderate": 1.5e-3, "aggressive": 5e-3},
@@ -73,7 +73,7 @@ class Resource:
     probabilities (`expectation`) or by `policy` gradient. `kinds` are averaged. `pooling`: FLOPs of the real layer or
     Eq 38 as `printed`.
 
-    `max_params`, `max_flops` and `max_latency` bound the network that is trained for good on this data, at the sizes
+    `max_params`, `max_flops` and `max_latency` bound the network that is finally trained on this data, at the sizes
     of its training recipe, with the settings in `network` laid over them; FLOPs are multiply-adds for one image.
     `image_size`, `num_classes` and `sizes` state them for other data than the search's: side of the images, number of
     classes, and the recipe whose sizes are meant (`imagenet`). `latency_table` is a YAML or JSON file of candidate:
@@ -194,7 +194,7 @@ def _check_names(path: str, latencies: Mapping[str, object], layout: Layout) -> 
 
 
 def measured_for(path: str) -> Mapping[str, object]:
-    """The `about` of a table: sizes of the measured network and of its input; empty for a table written by hand."""
+    """The `about` of a table: sizes of the measured network and of its input; empty for a hand-written table."""
     about = _read_latency_file(path).get("about")
     return about if isinstance(about, Mapping) else {}
 
@@ -249,7 +249,7 @@ def linear_cost(weights: Tensor, costs: Tensor) -> Tensor:
 def policy_cost(probabilities: Tensor, costs: Tensor, uniform: Tensor) -> Tensor:
     """Eq 11 by policy gradient: the cost of one-hot draws, whose gradient is E[(C - b)·∇ log p(Z)].
 
-    Each edge is credited with its own cost alone, since the others' have no part in its gradient's expectation. The
+    Each edge is credited only with its own cost, since the others' do not affect the expectation of its gradient. The
     baseline b is the edge's expected cost; it lowers the variance and, being the same for all draws, adds no bias.
 
     probabilities [choices, width]; costs [sites, choices, width]; uniform [draws, choices, width] inside (0, 1); gives

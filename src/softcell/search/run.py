@@ -52,7 +52,7 @@ LOGITS = "logits.safetensors"
 
 @dataclass(frozen=True, slots=True, repr=False)
 class SearchResult(Shown):
-    """What a search leaves; `genotype` is None when it was interrupted, `exit_code` what a program should end with.
+    """The result of a search; `genotype` is None if it was interrupted; a program should end with `exit_code`.
 
     Example:
         >>> from softcell.api import search
@@ -106,7 +106,7 @@ def search_steps(
     overwrite: bool = False,
     on_event: OnEvent | None = None,
 ) -> Running[SearchResult]:
-    """`search` as a run whose steps can be made in turn with those of others (`softcell.engine.interleave`)."""
+    """`search` as a run whose steps can be interleaved with those of others (`softcell.engine.interleave`)."""
     out = Path(out)
     load_plugins(recipe.plugins)
     with session_of(recipe) as session, locked(out, session.world):
@@ -162,7 +162,7 @@ def _check_phases(first: SearchRecipe, second: SearchRecipe, session: Session) -
             shapes.append({name: parameter.shape for name, parameter in task.method.named_parameters()})
     if not shapes[0]:
         raise UserError(
-            f"phase 1 hands on architecture parameters, but method {second.method!r} has none; set pretrain.epochs=0"
+            f"phase 1 passes on architecture parameters, but method {second.method!r} has none; set pretrain.epochs=0"
         )
     if shapes[0] != shapes[1]:
         raise UserError(_mismatched_logits(second.method, "of phase 1"))
@@ -192,7 +192,7 @@ def stored_recipe(folder: str | Path, given: Mapping[str, Any]) -> SearchRecipe:
     """
     manifest = RunFolder.open(folder).manifest
     if manifest["kind"] != "search":
-        raise UserError(f"--resume of a search needs a search run, but {folder} holds a {manifest['kind']} run")
+        raise UserError(f"--resume needs a search run, but {folder} holds a {manifest['kind']} run")
     stored = manifest["recipe"]
     load_plugins(stored.get("plugins", ()), f"the run in {folder}")
     # Before anything else: settings of one method or space mean nothing to another.
@@ -309,7 +309,7 @@ def _conclude(
     if empty:
         notifier(on_event, world)(
             f"cell {' and cell '.join(map(repr, empty))} is empty: all paths from its inputs to its output are `none`. "
-            "`softcell train` refuses it. Search with a weaker penalty (--resource mild) or longer (--epochs), or take "
+            "`softcell train` rejects it. Search with a weaker penalty (--resource mild) or longer (--epochs), or use "
             f"the cells of an earlier epoch ({out}@EPOCH)."
         )
     about: dict[str, Any] = {**about_of(recipe.to_dict()), "epochs": len(outcome.metrics)}
@@ -410,7 +410,7 @@ def read_logits(method: Method, file: Path) -> None:
 
 
 def _mismatched_logits(method: str, which: str) -> str:
-    """The message for architecture parameters that cannot be handed on."""
+    """The message for architecture parameters that cannot be passed on."""
     return (
         f"the architecture parameters {which} do not fit those of method {method!r}; phases must have one method and "
         "space, and for methods that look at feature maps one image size"

@@ -184,7 +184,7 @@ class IndependentTask:
         first = self._numbers[-1] + 1 if self._numbers else 0
 
         def propose(number: int) -> Genotype:
-            scores = [0.0] * number  # to the sampler, one that was skipped is like one that learnt nothing
+            scores = [0.0] * number  # to the sampler, one that was skipped is like one that learned nothing
             for own, score in zip(self._numbers, self._scores, strict=True):
                 scores[own] = score
             return self.sampler.propose(number, scores)
@@ -216,7 +216,7 @@ class IndependentTask:
 class UntrainedTask:
     """A generation is an epoch, a network is a step.
 
-    Every network has the weights of the recipe's seed, so that a score depends on its architecture alone.
+    Every network has the weights of the recipe's seed, so that a score depends only on its architecture.
     """
 
     def __init__(
@@ -247,7 +247,7 @@ class UntrainedTask:
                 )
             sampler.allowed, sampler.starts = budget.is_met, budget.cheapest
             sampler.propose(0, [])  # raises before there is a run folder if nothing meets the budget
-        self._images = _first(weights, sampler.num_images)  # used by the main process alone, which scores
+        self._images = _first(weights, sampler.num_images)  # used only by the main process, which scores
 
     @property
     def num_epochs(self) -> int:

@@ -1,7 +1,7 @@
 """Selection of architectures on a trained supernet: by evolution, by strengths within a budget, or one per budget.
 
-Selections by evolution and by strengths work for any method. A selection within a budget is for methods whose strengths
-no penalty can move: IT-NAS searches ProxylessNAS's chain by single paths and keeps networks under 600M multiply-adds;
+Selections by evolution and by strengths work for any method. A selection within a budget serves methods whose strengths
+no penalty can change: IT-NAS searches ProxylessNAS's chain by single paths and keeps networks under 600M multiply-adds;
 the paper does not say how. Settled: among the architectures within the budget the one with the largest sum of attention
 over its layers.
 
@@ -113,7 +113,7 @@ def strongest_within_budget(
     """The genotype within the budget with the largest sum of strengths, and a record for `run.json`.
 
     strengths: of the one table [choices, width]. own: the strongest one without a budget. Costs are those of whole
-    networks that differ in one choice, so they add up exactly where a choice's cost depends on itself alone.
+    networks that differ in one choice, so they add up exactly where a choice's cost depends only on itself.
     """
     if budget.is_met(own):
         return own, {}
@@ -148,7 +148,7 @@ def _with(genotype: Genotype, table: str, picks: list[Pick], number: int, op: st
 Kind = Literal["parameters", "flops"]
 OPTIONS: dict[Kind, str] = {"parameters": "max_params", "flops": "max_flops"}
 PENALTIES = (0.0, *(2.0**k for k in range(-10, 13)))
-"""Values of λ that are tried. At the largest, costs alone decide wherever they differ noticeably."""
+"""Values of λ that are tried. At the largest, only costs decide wherever they differ noticeably."""
 REFINEMENTS = 8
 """Bisections between the last λ that misses a budget and the first that meets it."""
 NORM_BATCHES = 20
@@ -265,7 +265,7 @@ def strongest_accepted(
 
 
 def _resource(found: Restored, kind: Kind, limit: float) -> Resource:
-    """The search's settings of costs, with this budget alone."""
+    """The search's settings of costs, with only this budget."""
     own: dict[str, Any] = {"max_params": None, "max_flops": None, "max_latency": None, "latency_table": None}
     own["kinds"] = tuple(one for one in found.recipe.resource.kinds if one != "latency") or ("parameters",)
     return replace(found.recipe.resource, **{**own, OPTIONS[kind]: limit})

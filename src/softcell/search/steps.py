@@ -58,7 +58,7 @@ class StepState:
         return [p for p in self.method.parameters() if p.requires_grad]
 
     def unequal(self) -> list[Tensor]:
-        """What a step leaves different on the ranks, to be averaged: running statistics of local norms."""
+        """The tensors that differ between ranks after a step, to be averaged: running statistics of local norms."""
         several = self.norms == "local" and self.world.size > 1
         return running_statistics((self.supernet, self.objective)) if several else []
 
@@ -106,7 +106,7 @@ def single_level(state: StepState, images: Tensor, labels: Tensor) -> Evaluated:
 def bilevel(
     state: StepState, train: tuple[Tensor, Tensor], validation: tuple[Tensor, Tensor]
 ) -> tuple[Evaluated, Evaluated]:
-    """First order: the architecture learns from one batch at the present weights, then the weights from another.
+    """First order: the architecture learns from one batch at the current weights, then the weights from another.
 
     Returns the results of the training batch and of the validation batch.
     """
@@ -182,7 +182,7 @@ class _Loss(nn.Module):
     def __init__(self, state: StepState) -> None:
         super().__init__()
         self.supernet, self.objective = state.supernet, state.objective
-        self._state = state  # not a module: α is no weight and must not be replaced
+        self._state = state  # not a module: α is not a weight and must not be replaced
         self._names = [name for name, p in self.named_parameters() if p.requires_grad]
         self._draws = SharedDraws()
 

@@ -4,8 +4,8 @@ A child is a derived network with the supernet's own weights, without any traini
 supernet shows that the search is biased. `recalibrated` and `batch_statistics` set the statistics that BatchNorm uses
 in such measurements.
 
-`restore` gives the supernet and the method of a search in their latest checkpoint. `draw_reconstructions` shows what a
-supernet makes of hidden parts of images after a search by context auto-regression.
+`restore` gives the supernet and the method of a search in their latest checkpoint. `draw_reconstructions` shows how a
+supernet reconstructs hidden parts of images after a search by context auto-regression.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ StepContext = Callable[[], AbstractContextManager[object]]
 RECALIBRATED = "val_accuracy_bn"
 """The metric that says that `val_accuracy` was measured with BatchNorm recalibrated, and has its value.
 
-Searches of earlier versions have it after the last epoch alone; their `val_accuracy` has running statistics.
+Searches of earlier versions have it only after the last epoch; their `val_accuracy` has running statistics.
 """
 OVERFIT_RATIO = 3.0
 """Training accuracy over validation accuracy above which a supernet's validation accuracy is suspicious."""
@@ -62,8 +62,8 @@ OVERFIT_RATIO = 3.0
 class Validation:
     """Measures a supernet on `held`; `in_step` is entered around every forward pass.
 
-    A pass is hundreds of forward passes under the same mix. Captured once as a CUDA graph, with buffers of its own for
-    the mix, it costs the host almost nothing in later epochs.
+    A pass is hundreds of forward passes under the same mix. Captured once as a CUDA graph, with its own buffers for the
+    mix, it costs the host almost nothing in later epochs.
     """
 
     def __init__(

@@ -219,7 +219,7 @@ class SearchTask:
         """The architecture found: by evolution, within the budget, or the last one from before a collapse."""
         own = self._collapse.kept or self.method.derive()
         if self.recipe.evolution.is_on:
-            # What a method learned takes part; one that learns no architecture (SPOS) leaves the choice to evolution.
+            # A learned architecture joins the first generation; where there is none (SPOS) evolution decides alone.
             found, self._selected = evolved(
                 self.recipe,
                 self.supernet,
@@ -348,7 +348,7 @@ class PlanQueue:
 
     @torch.no_grad()
     def next(self) -> Plan | None:
-        """The plan of the next step; None where the method needs none. The first one waits for the device."""
+        """The plan of the next step; None where the method needs none. The first one synchronises with the device."""
         reading = None if self._planner is None else self._planner.reading()
         if self._planner is None or reading is None:
             return None
@@ -363,7 +363,7 @@ class PlanQueue:
         return {"reading": self._readback.pending(), "before": self._before}
 
     def load_state_dict(self, state: dict[str, Any] | Tensor | None) -> None:
-        if not isinstance(state, dict):  # checkpoints of older versions have the reading alone
+        if not isinstance(state, dict):  # checkpoints of older versions have only the reading
             state = {"reading": state, "before": None}
         self._readback.restore(state["reading"])
         self._before = state["before"]

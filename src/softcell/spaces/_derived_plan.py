@@ -123,7 +123,7 @@ def plan_derived(
 ) -> DerivedCell:
     """The fused form of a cell of `nodes` inner nodes; raises `Unfit` with the reason if there is none.
 
-    preprocess: one module per input tensor. stride: of everything that leaves an input node.
+    preprocess: one module per input tensor. stride: of all outgoing operations of an input node.
     """
     return _Planner(list(preprocess), list(picks), nodes, channels, stride, drop_path).build()
 
@@ -202,7 +202,7 @@ class _Planner:
         return DerivedCell(interned(program), tuple(owners), tuple(self.norms), self.drop_path)
 
     def _rounds(self) -> list[tuple[int, ...]]:
-        """All inputs are one round; each inner node with leaving edges is another."""
+        """All inputs are one round; each inner node with outgoing edges is another."""
         inner = sorted({pick.source for pick in self.picks if pick.source >= self.inputs})
         return [tuple(range(self.inputs)), *((node,) for node in inner)]
 
@@ -213,7 +213,7 @@ class _Planner:
         for number, pick in enumerate(self.picks):
             if isinstance(pick.module, nn.Identity):
                 if self._stride(pick.source) != 1:
-                    raise Unfit("an identity leaves a node with stride 2")
+                    raise Unfit("an outgoing identity of a node has stride 2")
                 found[pick.target - self.inputs].append(NodeInput(pick.source))
                 continue
             found[pick.target - self.inputs].append(NodeInput(self.result[number], paths))
@@ -229,7 +229,7 @@ class _Planner:
             conv, norm = module[1], module[2]
             assert isinstance(conv, nn.Conv2d)
             if conv.kernel_size != (1, 1) or conv.stride != (1, 1) or conv.out_channels != self.channels:
-                raise Unfit("an input is preprocessed by something else than a 1×1 convolution")
+                raise Unfit("an input is preprocessed by something other than a 1×1 convolution")
             self._norm(plane, norm)
             return [self._point(source, plane, conv, 0, 1, 0)]
         if type(module) is FactorisedReduction:
@@ -263,14 +263,14 @@ class _Planner:
                 if pool_of(module)[1] is None:  # type: ignore[index]
                     continue
             measured.append(plane)
-        # After all of the first, so that the weights of kernels that run together lie side by side.
+        # After all of the first, so that the weights of kernels that run together are adjacent.
         for number, plane, module in again:
             self.result[number] = outer = self._plane()
             second.append(self._pair(plane, outer, module[5], module[6], module[7]))  # type: ignore[index]
             measured_second.append(outer)
         strides = {stage.stride for stage, _, _ in first} | {pool.stride for pool in pools}
         if strides - {self._stride(sources[0])}:
-            raise Unfit(f"operations of strides {sorted(strides)} leave nodes {sources}")
+            raise Unfit(f"outgoing operations of nodes {sources} have strides {sorted(strides)}")
         return sources, first, second, tuple(pools), tuple(measured), tuple(measured_second)
 
     def _plane(self) -> int:

@@ -1,8 +1,8 @@
-"""The executors of mixed cells: the whole cell or what leaves a node as one program, or node by node.
+"""The executors of mixed cells: the whole cell or the outgoing operations of a node as one program, or node by node.
 
 Fused forms run through `softcell.kernels`; one is planned once for every set of live candidates and kept. Node by node,
-everything that leaves a node runs when the node is known. What depends on a node alone (pools, identity) runs once for
-all edges that leave it. See `softcell.spaces.execution` for the choice.
+all outgoing operations of a node run when its value is known. What depends only on the node (pools, identity) runs once
+for all its outgoing edges. See `softcell.spaces.execution` for the choice.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def _run_modules(
     *,
     calibrations_only: bool,
 ) -> None:
-    """Adds the outputs of the live candidates that leave a node to the inputs of their targets; made: known ones.
+    """Adds the outputs of the live outgoing candidates of a node to the inputs of their targets; made: known ones.
 
     rest: what bypasses the candidates, for mixes that combine outputs of all channels themselves.
     """
@@ -215,7 +215,7 @@ def run_node_sums(
     factors: Tensor | None,
     inputs: Mapping[int, NodeInputs],
 ) -> bool:
-    """Runs the features that leave a node as one program; False where they must run one by one."""
+    """Runs the outgoing features of a node as one program; False where they must run one by one."""
     assert isinstance(mix, WeightMix)
     form = cell.node_sums.of(node, mix.live(site), cell.stride_from(node))
     if form is None:
@@ -230,7 +230,7 @@ def run_node_sums(
 
 
 def run_node_outputs(cell: MixedCell, node: int, executor: NodeExecutor, mix: Mix, site: int) -> dict[int, Tensor]:
-    """The outputs of the features that leave a node, from one program, by position in the flattened table.
+    """The outputs of the outgoing features of a node, from one program, by position in the flattened table.
 
     Empty where they must run one by one.
     """
@@ -259,7 +259,7 @@ class FusedForms:
 
 @dataclass(frozen=True, slots=True)
 class NodeSums:
-    """One program of the features that leave a node: a cell, and the candidates in its sums by target."""
+    """One program of the outgoing features of a node: a cell, and the candidates in its sums by target."""
 
     cell: FusedCell
     candidates: Mapping[int, frozenset[int]]
@@ -268,8 +268,8 @@ class NodeSums:
 class NodeSumForms:
     """Fused forms for cells that cannot be fused as a whole, one per node.
 
-    There is something between the nodes of such a cell (a bottleneck, a bypass, a calibration), but the features that
-    leave one node are a small cell: one input, and one weighted sum per target.
+    There is something between the nodes of such a cell (a bottleneck, a bypass, a calibration), but the outgoing
+    features of one node are a small cell: one input, and one weighted sum per target.
     """
 
     def __init__(self, features_of: Callable[[int, Live | None], Iterable[tuple[int, Entry]]], channels: int) -> None:
@@ -277,7 +277,7 @@ class NodeSumForms:
         self._known: dict[tuple[int, Live | None], NodeSums | None] = {}
 
     def of(self, node: int, live: Live | None, stride: int) -> NodeSums | None:
-        """None where the features must run one by one; `stride` holds for everything that leaves the node."""
+        """None where the features must run one by one; `stride` holds for all outgoing operations of the node."""
         return remembered(self._known, (node, live), lambda: self._plan(node, live, stride))
 
     def _plan(self, node: int, live: Live | None, stride: int) -> NodeSums:
@@ -294,14 +294,14 @@ class NodeSumForms:
 
 @dataclass(frozen=True, slots=True)
 class NodeOutputs:
-    """One program of the candidates that leave a node: a cell, and the number of each output by weight position."""
+    """One program of the outgoing candidates of a node: a cell, and the number of each output by weight position."""
 
     cell: FusedCell
     numbers: Mapping[int, int]
 
 
 class NodeOutputForms:
-    """Fused forms for mixes that need every output separately, one per node. Identities are left out: nothing runs."""
+    """Fused forms for mixes that need every output separately, one per node. Identities are skipped: nothing runs."""
 
     def __init__(self, features_of: Callable[[int, Live | None], Iterable[tuple[int, Entry]]], channels: int) -> None:
         self._features_of, self._channels = features_of, channels

@@ -220,7 +220,7 @@ def plan(entries: Iterable[Entry], inputs: int, nodes: int, channels: int, strid
 
 
 def plan_apart(entries: Iterable[Entry], channels: int, stride: int) -> tuple[FusedCell, list[int]]:
-    """The fused form of modules that all leave one node, with separate outputs, and the output number of each."""
+    """The fused form of the outgoing modules of one node, with separate outputs, and the output number of each."""
     planner = _Planner(list(entries), 1, 1, channels, stride)
     cell = planner.build(apart=True)
     planes = [planner.result[id(entry.module)][0] for entry in planner.entries]
@@ -282,7 +282,7 @@ class _Planner:
         return FusedCell(program, self._recipes(), tuple(convolutions), tuple(self.norms))
 
     def _recipes(self) -> tuple[Recipe, ...]:
-        """Factors lie in the order of the flat weights, a depthwise one before its pointwise one."""
+        """Factors are in the order of the flat weights, a depthwise one before its pointwise one."""
         recipes, at, target = [], 0, 0
         for (order, window), stages in self.kinds.items():
             for stage in stages:
@@ -294,7 +294,7 @@ class _Planner:
         return tuple(recipes)
 
     def _draft(self, sources: tuple[int, ...]):  # type: ignore[no-untyped-def]
-        """Gives planes to everything that leaves `sources`: twice-convolved first, then the others, then pools."""
+        """Gives planes to all outgoing operations of `sources`: twice-convolved first, then the others, then pools."""
         modules: dict[int, dict[int, nn.Module]] = {s: {} for s in sources}
         for e in self.entries:
             if e.source in modules and e.module is not None and not isinstance(e.module, nn.Identity):
@@ -353,10 +353,10 @@ class _Planner:
                 if (norm is not None) != wants_norm:
                     continue
                 if inner.stride != self._stride(source):
-                    raise Unfit(f"a pool with stride {inner.stride} leaves node {source}")
+                    raise Unfit(f"an outgoing pool of node {source} has stride {inner.stride}")
                 key = (source, isinstance(inner, nn.MaxPool2d))
                 if key in places:
-                    raise Unfit(f"node {source} is pooled twice in one way")
+                    raise Unfit(f"node {source} has two pools of one kind")
                 places[key] = self.planes
                 self.result[id(module)] = (self.planes, norm is not None)
                 if norm is not None:
@@ -376,7 +376,7 @@ class _Planner:
 
     def _check(self, stages: tuple[_Stage, ...], source: int) -> None:
         if stages[0].window.stride != self._stride(source):
-            raise Unfit(f"a convolution with stride {stages[0].window.stride} leaves node {source}")
+            raise Unfit(f"an outgoing convolution of node {source} has stride {stages[0].window.stride}")
         for stage in stages:
             weights = [conv.weight for conv in stage.factors]
             if any(conv.bias is not None for conv in stage.factors) or stage.norm.num_features != self.channels:
@@ -398,7 +398,7 @@ class _Planner:
                     continue
                 if isinstance(e.module, nn.Identity):
                     if self._stride(e.source) != 1:
-                        raise Unfit("an identity leaves a node with stride 2")
+                        raise Unfit("an outgoing identity of a node has stride 2")
                     terms.append(Term(e.source, e.weight, normed=False, choice=e.choice, through=True))
                     continue
                 plane, normed = self.result[id(e.module)]
@@ -418,7 +418,7 @@ class _Planner:
         return offsets
 
     def _eps(self) -> float:
-        """That of all norms, which must be alike."""
+        """The value of all norms, which must be equal."""
         norms = [norm for _, norm in self.norms]
         if any(n.affine or not n.track_running_stats for n in norms):
             raise Unfit("a batch-norm has scale and shift, or keeps no running statistics")

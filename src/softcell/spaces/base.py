@@ -109,7 +109,7 @@ class Bound:
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """What a trained network was shown: its classes in the order of the logits, mean and std of pixels in 0..1.
+    """The inputs a trained network expects: its classes in the order of the logits, mean and std of pixels in 0..1.
 
     A picture is scaled to `scaled_to` (height, width), by default the size of the network's images: all of it if
     `whole`, else a central part of that aspect. The network sees the centre of the result.
@@ -156,7 +156,7 @@ class Network(nn.Module, ABC):
     def from_pretrained(folder: str | Path, *, trust: bool = False) -> Network:
         """The trained network of a training run or an exported folder, on the CPU and in eval mode.
 
-        trust: run the plugins that the folder names, although they were not trusted here before.
+        trust: run the plugins that the folder names, even if they were not trusted here before.
         """
         from softcell.spaces.pretrained import load_pretrained  # spaces know this file, not the other way round
 

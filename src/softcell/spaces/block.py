@@ -7,7 +7,7 @@ features and adds it all up:
 
 Applications are linear, so outputs of one candidate on several edges are summed first and applied once. A node of the
 second tier has one incoming choice, from its surrogate x = F_k'. Deviation: as printed (Eq 4-5) it would be zero
-whenever the one operation kept there is no feature operation. Instead features share its sum with the source:
+whenever the one operation kept there is not a feature operation. Instead features share its sum with the source:
 
     base = Σ_f w_f·o_f(x) + (1 - Σ_f w_f)·x          F_k = base + base ⊙ A_k + Σ base ⊛ D_k
 
@@ -244,7 +244,7 @@ class Block:
         return [tuple(position for _, position in sorted(found)) for found in by_node.values()]
 
     def undropped(self, factors: Tensor) -> Tensor:
-        """Drop-path's factors [choices, n] with ones for the choices whose sums it leaves alone."""
+        """Drop-path's factors [choices, n] with ones for the choices whose sums it does not change."""
         if not self._choices:
             return factors
         index = self._index(factors.device, -1, tuple(sorted(self._choices.values())))

@@ -58,7 +58,8 @@ class MixedCell(nn.Module):
 
     A node is the sum of its features; calibrating candidates are then applied to that sum and added to it (NOS, Eq 3).
     `residual` names nodes with one incoming choice whose sum is f + (1 - Σ_f w_f)·x, where x is their source: they keep
-    the share of x that no feature candidate has (NOS, Eq 4-5 as settled). Drop-path does not apply to that sum.
+    the share of x that no feature candidate has (NOS, Eq 4-5 as implemented here). Drop-path does not apply to that
+    sum.
 
     Example:
         >>> import torch
@@ -134,7 +135,7 @@ class MixedCell(nn.Module):
                     yield Entry(source, target, weight, self.edges.module(entry), choice)
 
     def live_features(self, node: int, live: Live | None) -> Iterator[tuple[int, Entry]]:
-        """The live features that leave a node, each with its candidate's number."""
+        """The live outgoing features of a node, each with its candidate's number."""
         for entry, choice, candidate, target in self.leaving[node]:
             module = self.edges.module(entry)
             if module is None or isinstance(module, Calibration) or not (live is None or candidate in live[choice]):
@@ -148,7 +149,7 @@ class MixedCell(nn.Module):
         return self._fused_forms.of(live, self.spec.channels, self.spec.stride)
 
     def stride_from(self, node: int) -> int:
-        """The stride of everything that leaves a node."""
+        """The stride of all outgoing operations of a node."""
         return self.spec.stride if node < self.inputs else 1
 
     def forward(self, states: Sequence[Tensor], mix: Mix, site: int) -> list[Tensor]:
@@ -160,7 +161,7 @@ class MixedCell(nn.Module):
         return run_by_node(self, states, mix, site, factors, execution)
 
     def has_fused_form(self) -> bool:
-        """Whether the cell, or all that leaves one of its nodes, would run fused where kernels serve."""
+        """Whether the cell, or the outgoing operations of one of its nodes, would run fused where kernels apply."""
         if self.fused(None) is not None:
             return True
         return any(self.node_sums.of(node, None, self.stride_from(node)) for node in self.leaving)
@@ -320,7 +321,7 @@ class MixedChain(MixedCell):
         return values
 
     def _mixed(self, layer: int, running: Sequence[int], x: Tensor, mix: Mix, site: int) -> Tensor | None:
-        """The combined outputs of the running candidates of a layer; None: zeros alone."""
+        """The combined outputs of the running candidates of a layer; None: only zeros."""
         modules = [self.edges.module(self._starts[layer] + k) for k in running]
         again = mix.recomputes(site, layer)
         execution = plan_layer(mix, site, layer, x)
@@ -353,7 +354,7 @@ class PickedChain(PickedCell):
             x, y = values[-1], None
             for pick in picks:
                 module = self.edges.module(pick)
-                assert module is not None  # `check_chain` refuses `none`
+                assert module is not None  # `check_chain` rejects `none`
                 y = module(x) if y is None else y + module(x)
             assert y is not None
             if keeps and self.training and self._drop_path[0].probability > 0:

@@ -14,7 +14,7 @@ window, I and O its input and output channels, g its groups, s its stride.
     Eq 40  memory access of both        H·W·(s²·I+O)
 
 Eq 37 and 40 are printed without s²: their H×W is one size for input and output. A layer of stride 2 reads a map of four
-times the size of the one it writes, and the authors' code counts it so.
+times the size of the one it writes, and the authors' code counts it that way.
 
 One multiplication with one addition counts as one FLOP, as in Eq 36; others call that a multiply-add.
 """
@@ -195,7 +195,7 @@ def count_candidates(
 ) -> CostTables:
     """Parameters, FLOPs and memory access of every candidate of every site; `printed_pooling`: Eq 38 as printed.
 
-    `trained`: as in evaluation networks, whose batch-norm has weights; behind pools too, which is the larger of their
+    `trained`: as in evaluation networks, whose batch-norm has weights; also after pools, which is the larger of their
     two forms. A candidate whose weights several edges share is counted in full on each of them.
     """
     layout = space.layout()
@@ -282,7 +282,7 @@ def count_candidate(module: nn.Module, size: torch.Size, *, printed_pooling: boo
     hooks = [part.register_forward_hook(note) for part in module.modules() if isinstance(part, kinds)]
     x = torch.zeros(size, device="meta")
     was_training = module.training
-    module.eval()  # batch-norm refuses to measure a map of one value
+    module.eval()  # batch-norm rejects a map of one value
     try:
         with _products_of(module) as products:
             y = module(x)

@@ -5,8 +5,8 @@ depth and double the width; all normal cells share one table, all reduction cell
 network in search form) batch-norm inside cells has no scale and shift and pools are followed by batch-norm; in an
 evaluation network batch-norm is affine and pools have none.
 
-Where `none` can be derived (SNAS), a node may lose all its inputs. Deviation: an evaluation network leaves such a node
-out, since its zeros would only cost the layers that read them. The authors of SNAS keep it as zeros, and have affine
+Where `none` can be derived (SNAS), a node may lose all its inputs. Deviation: an evaluation network omits such a
+node, since its zeros would only cost the layers that read them. The authors of SNAS keep it as zeros, and have affine
 batch-norm behind pools; `vanished="zeros"` with `pool_norm=True` builds their network.
 """
 
@@ -75,7 +75,7 @@ class DartsSpace(Space):
     partial_channels: int = 1
     """In the supernet candidates work on the first 1/K of the channels, the others bypass them (PC-DARTS: K = 4)."""
     vanished: Literal["dropped", "zeros"] = "dropped"
-    """In the evaluation network a node that no input reaches is left out, or stays as zeros (the authors of SNAS)."""
+    """In the evaluation network a node that no input reaches is omitted, or stays as zeros (the authors of SNAS)."""
     pool_norm: bool = False
     """In the evaluation network pools are followed by affine batch-norm (the authors of SNAS), as in supernets."""
 
@@ -90,7 +90,7 @@ class DartsSpace(Space):
             get_candidate(op)
 
     def edge_candidates(self, table: str, source: int, target: int) -> tuple[str, ...]:
-        """The candidates of one edge; spaces with other candidates per edge override this alone."""
+        """The candidates of one edge; spaces with other candidates per edge override only this."""
         return self.candidates
 
     def residual(self, output: tuple[int, ...], genotype: Genotype | None = None) -> tuple[int, ...]:
@@ -264,7 +264,7 @@ class DartsNetwork(Network):
     """The network of a DARTS genotype.
 
     In search form a vanished node (SNAS can drop all its edges) is zeros in the concatenation, as in the supernet; in
-    the evaluation form it is left out, with everything that only it feeds, unless `vanished` is "zeros".
+    the evaluation form it is omitted, with everything that only it feeds, unless `vanished` is "zeros".
     """
 
     def __init__(

@@ -17,7 +17,7 @@ from softcell.kernels.norm import scaled
 from softcell.nn.candidates import Spec, get_candidate
 
 SpecOf = Callable[[int], Spec]
-"""The spec of the candidates that leave a node."""
+"""The spec of the outgoing candidates of a node."""
 
 
 class Edges(nn.Module):
@@ -74,7 +74,7 @@ def narrowed(spec_of: SpecOf, ratio: int) -> SpecOf:
 
 
 def check_ratios(channels: int, bottleneck: int, partial_channels: int) -> None:
-    """Raises `UserError` unless candidates can work on so much fewer of a space's channels."""
+    """Raises `UserError` unless candidates can work on that fraction of a space's channels."""
     for name, value in (("bottleneck", bottleneck), ("partial_channels", partial_channels)):
         if value < 1:
             raise UserError(f"`{name} >= 1` must hold, but got {name}={value}")
@@ -93,7 +93,7 @@ def check_ratios(channels: int, bottleneck: int, partial_channels: int) -> None:
 class Bottleneck(nn.Module):
     """1×1 convolutions that narrow every node in `sources` and widen every node in `inner` (EnTranNAS, §2.5).
 
-    Candidates between them work on fewer channels than the cell. They are convolutions alone, as printed: every
+    Candidates between them work on fewer channels than the cell. They are only convolutions, as printed: every
     candidate has its own ReLU and norm. Supernets and networks in search form have them, evaluation networks do not.
 
     wide, narrow: the specs of candidates without and with the bottleneck.
@@ -137,7 +137,7 @@ class PartialChannels:
         )
 
     def bypass(self, x: Tensor, stride: int) -> Tensor:
-        """x₂: [n, c, h, w] to [n, c - c / K, h', w'] at the resolution of what leaves the node with `stride`."""
+        """x₂: [n, c, h, w] to [n, c - c / K, h', w'] at the resolution of outgoing operations with `stride`."""
         rest = x[:, self._narrow.channels :]
         # ceil_mode only matters at odd sizes, where candidates round up too.
         return rest if stride == 1 else F.max_pool2d(rest, stride, stride, ceil_mode=True)
@@ -177,7 +177,7 @@ class NodeInputs(NamedTuple):
 
 
 class Combiner:
-    """Combines outputs of a table's candidates, each [n, c, h, w], by a mix; None where there are zeros alone."""
+    """Combines outputs of a table's candidates, each [n, c, h, w], by a mix; None where there are only zeros."""
 
     def __init__(self, table: Table) -> None:
         self._table, self._width, self._contest_of = table, table.width, table.contest_of

@@ -38,9 +38,9 @@ class Execution(Enum):
     FUSED_CELL = auto()
     """The whole cell is one program."""
     FUSED_SUMS = auto()
-    """Node by node; the features that leave a node are one program, which gives one weighted sum per target."""
+    """Node by node; the outgoing features of a node are one program, which gives one weighted sum per target."""
     FUSED_OUTPUTS = auto()
-    """Node by node; the features that leave a node are one program, which gives every output separately."""
+    """Node by node; the outgoing features of a node are one program, which gives every output separately."""
     MODULES = auto()
     """Node by node and module by module."""
 
@@ -49,7 +49,7 @@ def plan(cell: MixedCell, mix: Mix, site: int, x: Tensor) -> Execution:
     """The executor of a mixed cell whose inputs are like `x` [n, c, h, w].
 
     A cell with something between its nodes (a bottleneck, a bypass, a calibration, an offset) or with a candidate that
-    has no kernel has no fused form. A node without a fused form of its own then runs module by module.
+    has no kernel has no fused form. A node without its own fused form then runs module by module.
     """
     if not kernels_serve(x):
         return Execution.MODULES
@@ -78,7 +78,7 @@ class LayerExecution(Enum):
     """The executors of a layer of a mixed chain."""
 
     STACKED = auto()
-    """All blocks give one tensor, which is summed in one pass; `GROUPED` where they are not all alike."""
+    """All blocks give one tensor, which is summed in one pass; `GROUPED` where they are not all of one kind."""
     GROUPED = auto()
     """Blocks of one kind run together."""
     MODULES = auto()

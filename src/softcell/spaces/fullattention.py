@@ -1,4 +1,4 @@
-"""The stage-wise space of full-attention NAS: a chain of self-attention blocks, each layer with a choice of its own.
+"""The stage-wise space of full-attention NAS: a chain of self-attention blocks, each layer with its own choice.
 
 Zhou, Wang, Huo, Wang: Full-attention based Neural Architecture Search using Context Auto-regression (Tables I and II).
 
@@ -64,8 +64,8 @@ PRINTED = (
 class FullAttentionSpace(Space):
     """Five stages of `layers` layers, `channels` wide in the first.
 
-    `tied`: one choice per layer for stages 1, 3 and 5, another for 2 and 4. `repeats`: how often stages 1, 3 and 5
-    stand in a row (2: the paper's eight stages). `norm`: batch-norm after each linear layer, or none.
+    `tied`: one choice per layer for stages 1, 3 and 5, another for 2 and 4. `repeats`: how many times stages 1, 3 and
+    5 are repeated (2: the paper's eight stages). `norm`: batch-norm after each linear layer, or none.
     """
 
     name: ClassVar[str] = "fullattention"
@@ -147,8 +147,8 @@ class FullAttentionSpace(Space):
         return FullAttentionNetwork(self, genotype, shape, num_classes, search_form=search_form)
 
     def extremes(self) -> tuple[Genotype, Genotype]:
-        """A network of the fewest parameters and one of the most: layers add up, so each is chosen on its own."""
-        layout, counted = self.layout(), functools.cache(_parameters)  # most layers of a stage are alike
+        """A network of the fewest parameters and one of the most: layers add up, so each is chosen separately."""
+        layout, counted = self.layout(), functools.cache(_parameters)  # most layers of a stage are identical
         strengths: dict[str, Tensor] = {}
         for stage, specs in zip(self.stages(), self.specs(self.layers, affine=True), strict=True):
             own = torch.tensor([[counted(op, spec) for op in self.candidates] for spec in specs], dtype=torch.float64)

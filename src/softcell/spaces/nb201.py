@@ -88,7 +88,7 @@ class NB201Space(Space):
 
 
 def _check_cell(genotype: Genotype) -> None:
-    """Raises `UserError` unless there is one cell with one output and no edge twice: or parts would be ignored."""
+    """Raises `UserError` unless there is one cell with one output and no duplicate: parts would be ignored."""
     if set(genotype.cells) != {"cell"}:
         raise UserError(f"a NAS-Bench-201 genotype has one cell, named 'cell', got {sorted(genotype.cells)}")
     cell = genotype.cells["cell"]
@@ -101,7 +101,7 @@ def _check_cell(genotype: Genotype) -> None:
         )
     twice = next((pick for pick in cell.picks if cell.picks.count(pick) > 1), None)
     if twice is not None:
-        raise UserError(f"a NAS-Bench-201 cell has every operation of an edge once, but {twice} is there twice")
+        raise UserError(f"a NAS-Bench-201 cell has every operation of an edge once, but {twice} is a duplicate")
 
 
 class ResidualReduction(nn.Module):

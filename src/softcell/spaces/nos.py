@@ -80,7 +80,7 @@ class NosSpace(DartsSpace):
 
     def _described(self) -> str:
         if self.tiers == 1:
-            return "NOS cells of features alone, in one tier: the conventional space"
+            return "NOS cells with only features, in one tier: the conventional space"
         kinds = ["features", *(["attentions"] if self.attentions else [])]
         kinds += ["dynamic convolutions"] if self.dynamics else []
         listed = f"{', '.join(kinds[:-1])} and {kinds[-1]}"
@@ -182,7 +182,7 @@ def _check_features(name: str, cell: Cell) -> None:
         kind = get_candidate(pick.op).kind
         if kind != "feature":
             raise UserError(
-                f"cell {name!r}: with `settings.tiers` = 1 a cell has features alone, but {pick} is of kind {kind}; "
+                f"cell {name!r}: with `settings.tiers` = 1 a cell has only features, but {pick} is of kind {kind}; "
                 "cells that calibrate have 2 tiers"
             )
 

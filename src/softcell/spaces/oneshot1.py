@@ -269,7 +269,7 @@ class OneShot1Space3(_OneShot1):
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """How many architectures a space holds, by three rules.
+    """The number of architectures in a space, by three rules.
 
     raw: operations of all blocks times parents of all nodes. connected: those without loose ends, in which every block
     leads to the output. isomorphic: different graphs; loose ends are removed, and blocks that only swapped are counted

@@ -2,7 +2,7 @@
 
 `load_pretrained` reads a training run, or the result of `softcell export --to safetensors`. `load_initial` also reads
 the supernet of a search (`softcell train --from`). Modules of a supernet and of a derived network have the same names,
-so the network takes what its genotype uses. A supernet's BatchNorms may have no scales and shifts of their own (DARTS,
+so the network takes what its genotype uses. A supernet's BatchNorms may have no scales and shifts (DARTS,
 Section 3); these start at 1 and 0.
 """
 
@@ -42,7 +42,7 @@ MODEL_TYPES = {
     "checksums": MAPPING,
     **{name.removeprefix("results."): test for name, test in TYPES.items() if name.startswith("results.data")},
 }
-"""What a `model.json` says of a network, as `softcell.engine.manifest` has it for the run it comes from."""
+"""The fields of a `model.json`, as `softcell.engine.manifest` has them for the run it comes from."""
 
 
 def load_pretrained(folder: str | Path, *, trust: bool = False) -> Network:
@@ -62,7 +62,7 @@ def load_pretrained(folder: str | Path, *, trust: bool = False) -> Network:
         network.load_state_dict(load_file(file))
     except (OSError, SafetensorError, RuntimeError) as error:
         reason = " ".join(str(error).split())
-        raise UserError(f"{file}: these are not the weights of the network beside them ({reason[:200]})") from error
+        raise UserError(f"{file}: these are not the weights of the network in this folder ({reason[:200]})") from error
     data = description["data"]
     scaled_to = tuple(data["scaled_to"]) if "scaled_to" in data else None  # runs of earlier versions have none
     network.inputs = Inputs(
@@ -174,9 +174,9 @@ def load_initial(network: nn.Module, folder: str | Path) -> dict[str, Any]:
 
 
 def describe_initial(found: Mapping[str, Any], holdout: float = 0.0) -> str:
-    """One sentence on the weights that were copied, and a warning if held-out images say less because of them.
+    """One sentence on the weights that were copied, and a warning if they make held-out images less informative.
 
-    holdout: the share of training images that the training holds out. A search learns from most of them.
+    holdout: the share of training images that are held out. A search learns from most of them.
     """
     what = "the supernet of " if found.get("kind") == "search" else ""
     text = f"starting from {what}{found['run']}: {found['parameters']:,} of {found['of']:,} parameters"
@@ -197,8 +197,8 @@ def _kind(folder: str | Path) -> str:
 
 
 def _trained(folder: str | Path) -> tuple[Mapping[str, Tensor], str, Path]:
-    """The weights of a finished training or of an export, what it is, and its file."""
-    description = read_description(folder)  # verifies the file, and that the run is a finished training
+    """The weights of a finished training run or of an export, what it is, and its file."""
+    description = read_description(folder)  # verifies the file, and that the run is a finished training run
     file = Path(folder) / WEIGHTS
     try:
         given = load_file(file)

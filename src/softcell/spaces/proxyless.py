@@ -59,7 +59,7 @@ class ProxylessSpace(Space):
     se: bool = False
     head: int = 1280
     stem: Literal["auto", "cifar", "imagenet"] = "auto"
-    """With how much stride the chain begins; `auto`: by the size of the images."""
+    """The stride at the start of the chain; `auto`: by the size of the images."""
 
     def __post_init__(self) -> None:
         if self.width <= 0:
@@ -81,7 +81,7 @@ class ProxylessSpace(Space):
         for depth in self.depths:
             for layer in range(depth):
                 # The first layer of a stage changes width or resolution. At some widths it would not, but an
-                # architecture is for all of them.
+                # architecture applies to all of them.
                 skips = (SKIP,) if self.skip and layer > 0 else ()
                 choices.append(Choice(len(choices), len(choices) + 1, (*bottlenecks, *skips)))
         table = Table("chain", tuple(choices), (len(choices),))
@@ -109,8 +109,8 @@ class ProxylessSpace(Space):
         costs = [count_genotype(self, g, (3, 224, 224), 1000).multiply_adds / 1e6 for g in (smallest, largest)]
         skippable = sum(SKIP in choice.candidates for choice in self.layout().tables[0].choices)
         return (
-            f"multiply-adds at 224×224: {costs[0]:.0f}M (smallest network) to {costs[1]:.0f}M (largest); a search keeps"
-            " to a stated limit with --max-flops 600M, every network does at space.width=0.95",
+            f"multiply-adds at 224×224: {costs[0]:.0f}M (smallest network) to {costs[1]:.0f}M (largest); "
+            "--max-flops 600M keeps a search within that limit; at space.width=0.95 every network is",
             f"{skippable} of {sum(self.depths)} layers can be skipped",
         )
 
@@ -147,7 +147,7 @@ class ProxylessSpace(Space):
             raise UserError(f"a genotype of a chain needs one cell named 'chain', got {sorted(genotype.cells)}")
         if auxiliary:
             raise UserError("chains have no auxiliary tower; set auxiliary=0")
-        # A genotype brings its depths: it can be trained at any width, but not with another number of layers.
+        # A genotype defines its depths: it can be trained at any width, but not with another number of layers.
         own = build(ProxylessSpace, {**to_dict(self), **genotype.settings}, "settings of the genotype")
         layers = len(check_chain(genotype.cells["chain"]))
         if layers != sum(own.depths):

@@ -40,7 +40,7 @@ _REGISTERED: dict[str, Tapped] = {}
 
 @dataclass(frozen=True, slots=True)
 class FoundTeacher:
-    """A teacher and what is known of it: where it comes from, a digest of its weights, its accuracy where measured."""
+    """A teacher and what is known about it: its origin, a digest of its weights, its accuracy where measured."""
 
     module: Tapped
     about: dict[str, Any]
@@ -75,7 +75,7 @@ def find_teacher(
 ) -> FoundTeacher:
     """The teacher that `source` names; `classifier` says what a file's weights belong to, built in or registered.
 
-    trust: read a .pt2 program, which may run code, though it was not trusted here before.
+    trust: read a .pt2 program, which may run code, even if it was not trusted here before.
     """
     path, about = Path(source), dict[str, Any]()
     is_weights = path.name.lower().endswith(WEIGHT_FILES) and path.is_file()
@@ -154,7 +154,7 @@ def load_classifier(file: Path, classifier: str | None = None) -> Classifier:
     try:
         given = parse_json(settings, "settings")
         if not isinstance(given, dict):
-            raise UserError("settings are no mapping")
+            raise UserError("settings are not a mapping")
     except UserError as error:
         raise UserError(f"{file}: its metadata are damaged (settings {settings[:80]!r})") from error
     network = build(architecture, given, f"classifier {name}").build(stem.shape[1], last.shape[0])
@@ -173,7 +173,7 @@ def _filled(network: nn.Module, state: Mapping[str, Tensor], file: Path, name: s
 
 
 def _read(file: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Weights by name, and what the file says of them."""
+    """Weights by name, and what the file says about them."""
     if file.suffix.lower() == ".safetensors":
         try:
             with safe_open(file, "pt") as opened:
@@ -204,7 +204,7 @@ def _read(file: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
 def read_program(file: Path, asked_by: str) -> tuple[torch.export.ExportedProgram, dict[str, Any]]:
     """An exported program and its digest; reading one unpickles objects, so the file must be trusted."""
     content = trusted(file, asked_by, "program")
-    log = logging.getLogger("torch.export")  # it would print a traceback beside our message
+    log = logging.getLogger("torch.export")  # it would print a traceback next to our message
     was, log.disabled = log.disabled, True
     try:
         program = torch.export.load(io.BytesIO(content.data))  # the bytes that were checked, not the file as it is now

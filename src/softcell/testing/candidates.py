@@ -87,7 +87,7 @@ def shared_means_the_same_for_every_edge(name: str) -> None:
                     continue
                 first, second = _build(name, spec, seed=0), _build(name, spec, seed=1)
                 require(
-                    not list(first.parameters()), f"{name} says it is shared for {spec}, but it has weights of its own"
+                    not list(first.parameters()), f"{name} says it is shared for {spec}, but it has its own weights"
                 )
                 x = images((channels_for(name), 9, 7))
                 require_close(first(x), second(x), f"{name} says it is shared for {spec}, but two builds differ")
@@ -197,7 +197,7 @@ def layout_is_consistent(space: Space) -> None:
     require(not taken, f"tables name parameters of methods, so {taken} cannot be their names; choose others")
     require(bool(layout.sites), "a layout needs at least one site")
     unknown = set(layout.sites) - set(names)
-    require(not unknown, f"every site must name a table, but {sorted(unknown)} are none")
+    require(not unknown, f"every site must name a table, but {sorted(unknown)} are not tables")
     for table in layout.tables:
         edges = [(choice.target, choice.source) for choice in table.choices]
         require(all(0 <= source <= target for target, source in edges), f"table {table.name!r}: edges must run forward")
@@ -252,7 +252,7 @@ def derivation_equals_brute_force(space: Space) -> None:
         architectures = list(rule.enumerate(table))
         for _ in range(4):
             strengths = torch.rand(table.shape, generator=generator, dtype=torch.float64)
-            # Whoever reads padding finds the largest value there.
+            # Code that reads padding finds the largest value there.
             strengths = torch.where(table.mask(), strengths, 1e9)
             best = max(architectures, key=lambda picks: _strength(table, strengths, picks))
             derived = rule(table, strengths)

@@ -20,7 +20,7 @@ MethodCheck = Callable[[type[Method], Space], None]
 SamplerCheck = Callable[[type[Sampler], Space], None]
 
 MOST_STEPS = 50
-"""Steps in which every logit must get a gradient; three suffice where all candidates are mixed."""
+"""Steps in which every logit must get a gradient; three are enough where all candidates are mixed."""
 
 
 def settings_are_plain_data(kind: type[Method], space: Space) -> None:
@@ -323,7 +323,7 @@ def proposals_depend_on_seed_number_and_scores_alone(kind: type[Sampler], space:
 def seeds_give_other_proposals(kind: type[Sampler], space: Space) -> None:
     """Different seeds search differently."""
     runs = {kind(space.layout(), kind.Settings(), seed).propose(0, []) for seed in range(20)}
-    require(len(runs) > 1, f"{kind.name}: 20 seeds propose one and the same architecture")
+    require(len(runs) > 1, f"{kind.name}: 20 seeds propose the same architecture")
 
 
 SAMPLER_CHECKS: tuple[SamplerCheck, ...] = (

@@ -183,7 +183,7 @@ def samples_survive_json_and_rebuild(space: Space) -> None:
 
 
 def any_subset_of_candidates_works(space: Space) -> None:
-    """A space with a `candidates` setting takes any of them alone, and any order."""
+    """A space with a `candidates` setting accepts each of them alone, and any order."""
     if "candidates" not in {field.name for field in dataclasses.fields(space) if field.init}:  # type: ignore[arg-type]
         return
     candidates: tuple[str, ...] = space.candidates  # type: ignore[attr-defined]
@@ -222,14 +222,14 @@ def gradients_reach_every_weight(space: Space) -> None:
 
 
 def auxiliary_tower_is_as_promised(space: Space) -> None:
-    """Spaces with `has_auxiliary` return second logits on request; others refuse."""
+    """Spaces with `has_auxiliary` return second logits on request; others raise an error."""
     genotype, x = sample(space.layout(), seed=0), images()
     try:
         network = space.network(genotype, SHAPE, NUM_CLASSES, auxiliary=True).double()
     except UserError:
         require(not space.has_auxiliary, "a space with has_auxiliary=True must build networks with a tower")
         return
-    require(space.has_auxiliary, "a space with has_auxiliary=False must refuse auxiliary=True with a UserError")
+    require(space.has_auxiliary, "a space with has_auxiliary=False must reject auxiliary=True with a UserError")
     logits, extra = network.forward_with_auxiliary(x)
     require(extra is not None and extra.shape == logits.shape, "the tower must give logits of the classifier's shape")
     plain = space.network(genotype, SHAPE, NUM_CLASSES).double()
@@ -253,7 +253,7 @@ def foreign_genotypes_are_refused(space: Space) -> None:
             space.network(Genotype(genotype.space, cells, genotype.settings), SHAPE, NUM_CLASSES)
         except UserError:
             continue
-        raise AssertionError(f"a genotype {what} must be refused with a UserError, but a network was built")
+        raise AssertionError(f"a genotype {what} must be rejected with a UserError, but a network was built")
 
 
 SPACE_CHECKS: tuple[SpaceCheck, ...] = (
@@ -318,7 +318,7 @@ def _require_same_features(
 def _covering(layout: Layout) -> list[Genotype]:
     """Architectures that together pick every candidate the rule can pick on every edge."""
     found, left = [], {table.name: table.mask().double() for table in layout.tables}
-    while True:  # as many at once as the rule takes
+    while True:  # as many at once as the rule allows
         genotype = derive(layout, left)
         fresh = [(name, picks, left[name] * picks) for name, picks in one_hot(layout, genotype).items()]
         if not any(bool(new.any()) for _, _, new in fresh):

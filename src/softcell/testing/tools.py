@@ -1,6 +1,6 @@
-"""Shared by the suites: small spaces, mixes with known meaning, and assertions that name the contract.
+"""Tools that the suites share: small spaces, mixes with known meaning, and assertions that name the contract.
 
-`RaggedSpace` has ragged tables: every edge has candidates of its own, one edge has a single one. Methods and rules that
+`RaggedSpace` has ragged tables: every edge has its own candidates, one edge has a single one. Methods and rules that
 treat padding as a candidate fail on it. It is not registered: it exists for tests only.
 """
 
@@ -35,7 +35,7 @@ ALIKE = frozenset({"s1", "s2", "s3", "s4", "nb1shot1-1", "nb1shot1-3"})
 """Spaces made of the same parts as another one: suites that go through every combination leave them to `exhaustive`."""
 
 SOFTMAX_AT_HOME = frozenset({"nos", "fullattention"})
-"""Spaces whose own method mixes as DARTS does, and stands for it in the tests."""
+"""Spaces whose own method mixes as DARTS does and represents it in the tests."""
 
 
 def require(holds: bool, contract: str) -> None:

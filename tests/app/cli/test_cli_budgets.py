@@ -89,14 +89,14 @@ def test_random_architectures_for_comparison_meet_the_budget_of_the_search(call:
     assert LATER[: len(allowed(LATER))] != allowed(LATER)
     answer = call("train", bounded, *TINY_TRAIN, "--random", "2", "--out", "out")
     assert answer.code == 0
-    assert "drawn within the budget of the search: at most 85k parameters, counted as in the search" in answer.out
+    assert "sampled within the budget of the search: at most 85k parameters, counted as in the search" in answer.out
     assert "channels 16" in answer.out and "misses" not in answer.out
     for number in (1, 2):
         found = Genotype.load(f"out/random-{number}")
         assert found == allowed(LATER)[number - 1]
         assert found.about["budget"]["max_params"] == LIMIT and "found" not in found.about["budget"]
     again = call("train", "--resume", "out", "--random", "3")  # whose search is not named any more
-    assert again.code == 0 and "drawn within the budget" in again.out
+    assert again.code == 0 and "sampled within the budget" in again.out
     assert Genotype.load("out/random-3") == allowed(LATER)[2]
 
 
@@ -124,7 +124,7 @@ def test_an_epoch_and_a_run_of_an_earlier_version_have_the_budget_of_their_recip
     (old / "genotype.json").write_text(json.dumps(genotype))
     for source in (f"{bounded}@1", old):
         answer = call("train", source, *TINY_TRAIN, "--random", "1", "--out", "out", "--overwrite")
-        assert answer.code == 0 and "drawn within the budget" in answer.out
+        assert answer.code == 0 and "sampled within the budget" in answer.out
         assert Genotype.load("out/random-1") == allowed(LATER)[0]
         assert Genotype.load("out").about["budget"]["found"] == {"parameters": parameters(Genotype.load("out"))}
 

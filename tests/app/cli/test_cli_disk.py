@@ -230,7 +230,7 @@ def test_overwriting_keeps_and_names_files_of_others(call: Softcell) -> None:
     assert made == files.listed_files(Path("run")), "everything is listed"
     for name in ("notes.json", "figure.svg"):
         (Path("run") / name).write_text("mine")
-    with pytest.warns(UserWarning, match="not from the run and stay: figure.svg, notes.json"):
+    with pytest.warns(UserWarning, match="do not belong to the run and are kept: figure.svg, notes.json"):
         assert call("search", *TINY, "--epochs", "1", "--seed", "1", "--out", "run", "--overwrite", "-q").code == 0
     assert (Path("run") / "notes.json").read_text() == "mine"
     assert json.loads(Path("run/run.json").read_text())["seed"] == 1

@@ -122,7 +122,7 @@ def cell_json(change: Callable[[dict[str, Any]], None]) -> str:
         (lambda data: data["cells"].update(extra=data["cells"]["cell"]), "one cell, named 'cell'"),
         (lambda data: data["cells"]["cell"].update(output=[99]), "ends in its last node"),
         (lambda data: data["cells"]["cell"].update(output=[2, 3]), "ends in its last node"),
-        (lambda data: data["cells"]["cell"]["edges"].append(data["cells"]["cell"]["edges"][0]), "there twice"),
+        (lambda data: data["cells"]["cell"]["edges"].append(data["cells"]["cell"]["edges"][0]), "a duplicate"),
         (lambda data: data["cells"]["cell"].update(output=[10**6]), "up to number 100"),
         (lambda data: data["cells"]["cell"]["edges"].append([0, 10**6, "none"]), "a number up to 100"),
     ],

@@ -487,7 +487,7 @@ def test_the_onnx_file_is_left_out_when_the_time_is_over(tmp_path: Path, monkeyp
         monkeypatch.setattr(module.RunTime, "slowness", 1.0)
         summary.finish(plan, screen, module.RunTime(plan))
         assert written == ["safetensors", "python", *(["onnx"] if has_onnx else [])]
-        assert any("ONNX export left out, for lack of time; `softcell export" in x for x in screen.lines) != has_onnx
+        assert any("ONNX export skipped: not enough time; `softcell export" in x for x in screen.lines) != has_onnx
 
 
 def test_a_machine_too_busy_to_measure_on_is_refused_at_once(

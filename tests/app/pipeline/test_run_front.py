@@ -252,7 +252,7 @@ def test_a_budget_without_time_leaves_its_time_to_the_others(
     plan = Plan.create(tmp_path / "out", request(data, "3k,25k,90k"))
     made = front.run_front(plan, Screen(), Job)
     assert [entry.budget for entry in made.entries] == ["3k", "90k"]
-    assert made.left_out == {"25k": "not enough time was left for it"}
+    assert made.left_out == {"25k": "not enough time left"}
     times = {name: Plan.open(tmp_path / "out" / name).request.time for name in ("3k", "25k", "90k")}
     left = 0.99 * 600 - 100 - PAGE
     assert times["3k"] == pytest.approx(left / 4, rel=0.05)

@@ -114,7 +114,12 @@ def test_a_whole_run_begins_with_its_outcome(tmp_path: Path) -> None:
     a_whole_run(tmp_path)
     text = "".join(parse(report(find_runs([tmp_path]))).text)
     begin = text.index("Was the search worth it?")
-    for part in ("on 72 test images, all trained alike for 18 epochs", "found by search", "80.0 %", "Not <worth> it."):
+    for part in (
+        "on 72 test images, all trained in the same way for 18 epochs",
+        "found by search",
+        "80.0 %",
+        "Not <worth> it.",
+    ):
         assert begin < text.index(part) < text.index("Show run"), part
     assert "1.25 ms" in text and "accuracy against latency" in text
     assert "Groups over seeds" not in text  # of one seed each: the outcome says what can be said
@@ -407,7 +412,7 @@ def darts_search(folder: Path) -> Path:
 def test_frames_are_explained_by_the_rule_that_the_search_follows(tmp_path: Path) -> None:
     text = "".join(parse(report([darts_search(tmp_path / "darts")])).text)
     assert "for every node its 2 strongest edges, each with its strongest candidate other than “none”" in text
-    assert "a frame may be beside a larger weight of it" in text
+    assert "is never derived, even where its weight is the largest" in text
     text = "".join(parse(report([make_search(tmp_path / "other")])).text)  # its architectures are drawn at random
     assert "the method may have its own rule" in text
 

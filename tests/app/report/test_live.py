@@ -92,7 +92,7 @@ def test_half_written_files_do_not_break_the_page(server: LiveServer, tmp_path: 
     assert status == 200 and "cannot be read at the moment" in during and "Architecture weights" in during
     (folder / "run.json").write_text(whole)
     status, after, _ = ask(server)
-    assert status == 200 and "metrics.jsonl: 1 unreadable line left out" in after
+    assert status == 200 and "metrics.jsonl: 1 unreadable line skipped" in after
     (tmp_path / "runs" / "second").mkdir()
     (tmp_path / "runs" / "second" / "run.json").write_text("{")
     assert "second cannot be read yet" in ask(server)[1]

@@ -181,8 +181,8 @@ def info(
 ) -> None:
     """Count the parameters, multiply-adds and size of a network, or describe a space.
 
-    A training is counted at its own size, a search at the size that `softcell train` would use, and anything else as a
-    CIFAR network unless options say otherwise.
+    A training run is counted at its own size, a search at the size that `softcell train` would use, and anything else
+    as a CIFAR network unless options say otherwise.
     """
     o.load_plugins(plugin)
     size = {key: value for key, value in (("cells", cells), ("channels", channels)) if value is not None}
@@ -295,7 +295,7 @@ def _describe_space(out: Console, name: str, settings: dict[str, Any], classes: 
         print_fields(out, remark=remark)
     for table in layout.tables:
         choices, sites = count_of(len(table), "choice"), count_of(len(layout.sites_of(table.name)), "site")
-        print_fields(out, table=f"{table.name}: {choices}, up to {table.width} candidates, read at {sites}")
+        print_fields(out, table=f"{table.name}: {choices}, up to {table.width} candidates, used at {sites}")
     candidates = dict.fromkeys(op for table in layout.tables for choice in table.choices for op in choice.candidates)
     print_fields(out, candidates=", ".join(candidates))
     values = {key: value for key, value in to_dict(space).items() if key != "candidates"}

@@ -104,7 +104,7 @@ def bench(
 ) -> int:
     """Look up searches and architectures in the NAS-Bench-201 table.
 
-    Shows valid and test accuracy on three datasets beside the optimum and a random cell, the accuracy of the cell of
+    Shows valid and test accuracy on three datasets next to the optimum and a random cell, the accuracy of the cell of
     each epoch, and how well the method's indicator ranks the operations of each edge (Kendall's tau-b).
     """
     screen = console()

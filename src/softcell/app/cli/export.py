@@ -38,11 +38,13 @@ commands = typer.Typer()
     ),
 )
 def export(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a finished training, or of `softcell run`.")],
+    run: Annotated[
+        Path, typer.Argument(metavar="RUN", help="Folder of a finished training run, or of `softcell run`.")
+    ],
     to: Annotated[
         list[str],
         typer.Option(
-            help="onnx, onnx-int8 (quantised, with its accuracy beside float), safetensors (weights and a "
+            help="onnx, onnx-int8 (quantised, with its accuracy compared with float), safetensors (weights and a "
             "description), python (files that need only torch), or torch-export; repeatable."
         ),
     ],
@@ -86,17 +88,17 @@ def export(
 
 
 def _compared(found: Quantised) -> dict[str, str]:
-    """What int8 costs and gains, beside float."""
+    """What int8 loses and gains compared with float."""
     sizes, times = ([*pair] for pair in (found.bytes, found.milliseconds))
-    fields = {"accuracy": "not measured: the training held out no images, and the data has no test split"}
+    fields = {"accuracy": "not measured: no images were held out of training, and the data has no test split"}
     if found.accuracy is not None and found.agreement is not None:
         before, after = found.accuracy
         images = {
-            "holdout": f"{count_of(found.images, 'training image')} that the training held out",
-            "test": f"{count_of(found.images, 'test image')}, since the training held out none",
+            "holdout": f"{count_of(found.images, 'training image')} held out of training",
+            "test": f"{count_of(found.images, 'test image')}, since none were held out of training",
         }
         fields["accuracy"] = (
-            f"{percent(after)} in int8, {percent(before)} in float, on {images[found.split]}; the same class for "
+            f"{percent(after)} in int8, {percent(before)} in float, on {images[found.split]}; same class for "
             f"{percent(found.agreement)}"
         )
         if before - after > NOTED:
@@ -143,7 +145,7 @@ def predict(
         Path,
         typer.Argument(
             metavar="RUN",
-            help="Folder of a finished training, of `softcell run` or of an export; or an ONNX file of an export.",
+            help="Folder of a finished training run, of `softcell run` or of an export; or an ONNX file of an export.",
         ),
     ],
     images: Annotated[list[Path], typer.Argument(metavar="IMAGE...", help="Image files, or folders of them.")],
@@ -162,7 +164,7 @@ def predict(
 ) -> int:
     """Classify images with a trained network: class names and probabilities.
 
-    Images are prepared as those of the training: turned upright, scaled, cropped and normalised. Files that cannot be
+    Images are prepared as in training: turned upright, scaled, cropped and normalised. Files that cannot be
     read are named and skipped; the exit code is then 2. With a CSV of a folder whose subfolders are named after
     classes, the accuracy is printed too.
     """
@@ -226,7 +228,7 @@ def _counted(
 
 
 class _Summary:
-    """Counts predictions: how many files are unreadable, how many images lie in the folder of their class."""
+    """Counts predictions: how many files are unreadable, how many images are in the folder of their class."""
 
     def __init__(self, classes: tuple[str, ...]) -> None:
         self._classes = set(classes)

@@ -88,7 +88,7 @@ def latency(
     """Measure the latency of candidates and networks, on this machine or on another device, in milliseconds.
 
     For a space, all candidates and some whole networks are measured, and the table can be used as a budget by `softcell
-    search`. For an architecture or a run, its network is measured: a training at its own size, finished or not, a
+    search`. For an architecture or a run, its network is measured: a training run at its own size, finished or not, a
     search at the size that `softcell train` would use, and anything else as a CIFAR network unless options say
     otherwise.
 
@@ -264,7 +264,7 @@ def _network(
 ) -> tuple[Space, Network]:
     """The network that an argument names, with random weights, which take the same time.
 
-    A run has a network of its own, and options change only what they name. An architecture without a run has the size
+    A run has its own network, and options change only what they name. An architecture without a run has the size
     of the recipe.
     """
     _, manifest, found = o.with_run(what)

@@ -32,7 +32,7 @@ COMMANDS = {
         "run",
         "Search for cells on handwritten digits and test whether they beat random cells, in under 3 minutes.",
     ),
-    "run": ("run", "Go from a folder of images to a trained and exported network, within a given time and budget."),
+    "run": ("run", "Turn a folder of images into a trained and exported network within a given time and budget."),
     "search": ("search", "Search for an architecture. Without arguments: DARTS cells on handwritten digits."),
     "train": ("train", "Train the network of an architecture from scratch and test it once, at the end."),
     "teacher": ("train", "Train a network of fixed architecture to guide searches (`softcell search --guide DIR`)."),
@@ -44,12 +44,12 @@ COMMANDS = {
         "Measure the latency of candidates and networks, on this machine or on another device, in milliseconds.",
     ),
     "report": ("report", "Write one self-contained HTML page about one or more runs."),
-    "watch": ("report", "Serve a live report of running searches and trainings, on this machine only."),
+    "watch": ("report", "Serve a live report of running searches and training runs, on this machine only."),
     "compare": ("report", "Compare runs over seeds: n, mean, std, and which differences are significant."),
     "sweep": ("report", "Run methods x spaces x seeds from a short file; finished runs are never repeated."),
     "reproduce": (
         "reproduce",
-        "Print the plan that reproduces a paper's tables, run it, and show our numbers beside the paper's.",
+        "Print the plan that reproduces a paper's tables, run it, and show our numbers next to the published ones.",
     ),
     "indicators": ("supernet", "Compare how indicators rate the candidates of a trained supernet, edge by edge."),
     "gradcam": ("supernet", "Draw Grad-CAM heat maps of every candidate of one edge or layer."),
@@ -237,11 +237,11 @@ def run(arguments: list[str]) -> int:
         print("Interrupted. No partial files were left; run the same command to resume.", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:
-        # The reader (head, less) has gone; Python would complain once more when it flushes at exit.
+        # The reader (head, less) has exited; Python would complain once more when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except OSError as error:
-        # The machine's side: a full disk, a folder without permission.
+        # Problems of the machine: a full disk, a folder without write permission.
         where = f"{error.filename}: " if error.filename else ""
         return _fail(f"{where}{error.strerror or error}")
     except (MemoryError, RuntimeError) as error:

@@ -1,4 +1,4 @@
-"""Options and arguments that several commands share, each declared once, and what they stand for."""
+"""Options and arguments that several commands share, each declared once, and what they mean."""
 
 from __future__ import annotations
 
@@ -56,10 +56,10 @@ Precision = Annotated[
 ]
 Engine = Annotated[
     Literal["auto", "eager", "graph"] | None,
-    typer.Option(help="How steps run: graph records them as CUDA graphs, auto does so where possible."),
+    typer.Option(help="How steps run: graph captures them as CUDA graphs, auto captures if possible."),
 ]
 Deterministic = Annotated[
-    bool, typer.Option("--deterministic", help="Bit-for-bit repeatable on a GPU too (on a CPU it always is).")
+    bool, typer.Option("--deterministic", help="Bit-for-bit reproducible on a GPU too (on a CPU it always is).")
 ]
 Threads = Annotated[int | None, typer.Option(metavar="N", help="CPU threads per operation. Default: set by PyTorch.")]
 Config = Annotated[
@@ -133,7 +133,7 @@ SHARED = (
 
 
 def settings(options: Mapping[str, Any], **own: Any) -> dict[str, Any]:
-    """The settings of a recipe that were given on the command line; an option that was left out is no setting.
+    """The settings of a recipe that were given on the command line; an option that was not given is not a setting.
 
     options: a command's parameters (its `locals()`); `SHARED`, `set_` and `plugin` are read from it.
     own: settings that only this command has.

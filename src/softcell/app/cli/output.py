@@ -27,7 +27,7 @@ from softcell.text import clock, count_of, percent
 
 
 def console() -> Console:
-    """Standard output, silent on all processes but the first; no highlighting, so that numbers look alike."""
+    """Standard output, silent on all processes but the first; no highlighting, so that all numbers look the same."""
     return Console(highlight=False, soft_wrap=True, quiet=not is_main_process())
 
 
@@ -179,7 +179,7 @@ def show_seeds(out: Console, result: SearchedSeeds) -> None:
 
 
 def time_of(given: float, used: float | None) -> str:
-    """The time of a training that had a limit, used and given."""
+    """The time of a training run that had a limit, used and given."""
     return f"{clock(given)} given" if used is None else f"{clock(used)} of {clock(given)}"
 
 
@@ -240,7 +240,7 @@ def show_trained_seeds(out: Console, result: TrainedSeeds) -> None:
 
 
 def show_comparison(out: Console, result: TrainResult, baseline: Baseline) -> None:
-    """The found architecture beside the random ones."""
+    """The found architecture compared with the random ones."""
     if result.accuracy is None or not baseline.accuracies:
         return
     n = len(baseline.accuracies)

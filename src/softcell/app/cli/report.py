@@ -103,7 +103,7 @@ def watch(
     open_: Annotated[bool, typer.Option("--open", help="Open the page in the browser.")] = False,
     plugin: o.Plugin = None,
 ) -> int:
-    """Serve a live report of running searches and trainings, on this machine only.
+    """Serve a live report of running searches and training runs, on this machine only.
 
     The page is served on 127.0.0.1. To see it from another machine, forward the port: ssh -L 8477:localhost:8477 HOST
     """

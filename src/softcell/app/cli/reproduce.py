@@ -92,11 +92,12 @@ def reproduce(
     ] = None,
     quiet: o.Quiet = False,
 ) -> int:
-    """Print the plan that reproduces a paper's tables, run it, and show our numbers beside the paper's.
+    """Print the plan that reproduces a paper's tables, run it, and show our numbers next to the published ones.
 
     The plan is fixed: searches at the paper's settings, then one short training recipe for all networks of a table:
-    those found, random cells of the same space, published cells. Printing it runs nothing. Every run has a folder of
-    its own, so a plan can be stopped at any time and continued later, on another machine too if the folder is copied.
+    those found, random cells of the same space, published cells. Printing it runs nothing. Every run has its
+    own folder, so a plan can be stopped at any time and continued later, on another machine too if the folder is
+    copied.
     """
     screen = console()
     if paper is None:
@@ -189,12 +190,12 @@ def _print_plan(screen: Console, plan: Plan, measure: bool) -> None:
         for note in one.notes:
             screen.print(f"  note      {note}", markup=False)
         unique = list({job.folder: job for job in every}.values())
-        screen.print(f"  in all    {_runs(unique)}; cost on this device: {_cost(plan, unique, times)}\n", markup=False)
+        screen.print(f"in total  {_runs(unique)}; cost on this device: {_cost(plan, unique, times)}\n", markup=False)
     folder, done = plan.folder, _finished(plan)
     if plan.jobs:
         print_fields(screen, runs=f"{_runs(plan.jobs)} in {folder}, {done} finished")
         cost = _cost(plan, plan.jobs, times)
-        length = "" if cost == NOT_MEASURED else " left, if the runs follow each other on this device"
+        length = "" if cost == NOT_MEASURED else "left, if the runs are sequential on this device"
         print_fields(screen, cost=cost + length)
         more = "" if measure else "--measure measures the cost, "
         screen.print(f"Nothing was run: {more}--run runs the plan.", markup=False)
@@ -256,7 +257,7 @@ def _finished(plan: Plan) -> int:
 
 
 def _cost(plan: Plan, jobs: list[Job], times: Mapping[str, JobTime]) -> str:
-    """The time that is left of these runs; how many of them are of an unknown kind."""
+    """The remaining time of these runs; how many of them are of an unknown kind."""
     left = [job for job in jobs if not is_finished(plan.place(job)) and not untrainable(plan, job)]
     known = [job for job in left if kind_of(job) in times]
     if left and not known:
@@ -336,7 +337,7 @@ def study(
     """NOS's preliminary study: what each self-calibration operation adds to a ResNet-18 (Table 1).
 
     One operation follows each of the stages 1 to 3. The command counts parameters, and multiply-adds of convolutions
-    and matrix products for one 32x32 image. The paper's counts (64 channels, 10 classes) and errors are printed beside
+    and matrix products for one 32x32 image. The paper's counts (64 channels, 10 classes) and errors are printed next to
     them if the network is the same; the paper does not say how it counted. `softcell teacher resnet18 --set
     classifier.operation=...` trains a row.
     """

@@ -1,8 +1,9 @@
 """`softcell run`, from images to a trained network in one command, and `softcell demo`.
 
-The demo asks whether a search finds better cells than chance, and answers in minutes, on a CPU, with a test. One found
-cell beside a few random ones shows little, whatever its accuracy. The demo searches with several seeds, trains the
-found cells and random cells of the same space alike, and computes how likely such ranks are by chance.
+The demo asks whether a search finds better cells than chance, and answers in minutes, on a CPU, with a test.
+Comparing one found cell with a few random ones shows little, whatever its accuracy. The demo searches with several
+seeds, trains the found cells and random cells of the same space in the same way, and computes how likely such ranks are
+by chance.
 
 Its space is S4 of RobustDARTS: a separable convolution or pure noise on every edge of DARTS's cells. In the space of
 DARTS nearly every cell solves digits, so there is nothing to find. The settings were chosen on validation images with
@@ -103,10 +104,10 @@ def run(
     trust: o.Trust = False,
     quiet: o.Quiet = False,
 ) -> int:
-    """Go from a folder of images to a trained and exported network, within a given time and budget.
+    """Turn a folder of images into a trained and exported network within a given time and budget.
 
     Inspects the images, searches for a cell, and lets it compete with plain residual networks and random cells in short
-    trainings. The winner gets at least 60% of the time. The verdict says whether the search was worth it.
+    training runs. The winner gets at least 60% of the time. The verdict says whether the search was worth it.
     """
     given = {
         "max_params": max_params,
@@ -166,7 +167,7 @@ def _show_front(screen: Console, front: Front, plan: Plan) -> None:
         costs = f"{one.parameters:>12,}{one.multiply_adds:>15,}{f'{one.latency:.2f} ms':>11}{one.epochs:>8,}"
         screen.print(Text(f"{entry.budget:<10}{one.name:<10}{costs}{percent(one.accuracy):>10}"))
     for budget, why in front.left_out.items():
-        screen.print(Text(f"{budget:<10}left out: {why}"))
+        screen.print(Text(f"{budget:<10}skipped: {why}"))
     screen.print(Text("Choosing among them by this accuracy means selecting on the test images."))
     for entry in front.entries:
         screen.print()
@@ -214,7 +215,7 @@ def _show_competition(screen: Console, summary: Summary) -> None:
     for entry in summary.entries:
         results = [own.of(entry.name) for own in summary.rounds]
         shares = "".join(f"{'' if result is None else percent(result.accuracy):>10}" for result in results)
-        note = "" if results[0] is not None else "  left out, for lack of time"
+        note = "" if results[0] is not None else "  skipped: not enough time"
         screen.print(Text(f"{entry.name:<12}{entry.parameters:>13,}{entry.multiply_adds:>15,}{shares}{note}"))
     screen.print()
 
@@ -250,7 +251,7 @@ def demo(
         ),
     ] = None,
     seed: Annotated[
-        int, typer.Option(metavar="K", min=0, help="Random seed; other seeds search and draw other cells.")
+        int, typer.Option(metavar="K", min=0, help="Random seed; other seeds find and sample other cells.")
     ] = 0,
     device: o.Device = None,
     threads: o.Threads = None,
@@ -307,10 +308,10 @@ def demo(
 def _train_all(
     screen: Console, found: Mapping[str, Genotype], settings: Mapping[str, Any], place: Path, quiet: bool
 ) -> dict[str, TrainResult]:
-    """Trains the found cells and as many random ones as the demo has, each in a folder of its name; stops at a signal.
+    """Trains the found cells and the demo's random ones, each in a folder named after it; stops at a signal.
 
     All have one recipe, one seed and the same batches: only the architecture differs. A cell without any path from
-    input to output is trained like the others, whoever chose it.
+    input to output is trained like the others, whether found or random.
     """
     example = next(iter(found.values()))
     _, recipe = train_recipe(example, settings)

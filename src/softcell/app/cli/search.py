@@ -262,7 +262,7 @@ def run_seeds(
 
 
 def _training_data(recipe: SearchRecipe) -> tuple[str, ...]:
-    """A training uses the data of its search, unless these have no labels because the search needed none."""
+    """Training uses the data of its search, unless these have no labels because the search needed none."""
     return ("--data", "IMAGES-WITH-CLASSES") if recipe.objective == "context" and not _has_classes(recipe) else ()
 
 

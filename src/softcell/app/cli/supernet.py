@@ -1,4 +1,4 @@
-"""`softcell derive`, `indicators` and `gradcam`: what the supernet of a search holds."""
+"""`softcell derive`, `indicators` and `gradcam`: inspect the supernet of a search."""
 
 from __future__ import annotations
 
@@ -60,10 +60,10 @@ def derive(
 
     Budgets are those of the network that `softcell train` would build. Each gets the architecture that the search found
     strongest among those within it. Accuracies are measured on the validation split with the supernet's weights
-    (BatchNorm recalibrated): they compare architectures roughly, and say little about what a training reaches.
+    (BatchNorm recalibrated): they compare architectures roughly, and say little about the accuracy after training.
     """
     if (max_params is None) == (max_flops is None):
-        raise UserError("give --max-params or --max-flops, one of them, with one budget or several: 50k,200k,1M")
+        raise UserError("give either --max-params or --max-flops, with one or more budgets, such as 50k,200k,1M")
     o.load_plugins(plugin)
     kind: Kind = "flops" if max_params is None else "parameters"
     option = "--" + OPTIONS[kind].replace("_", "-")

@@ -53,7 +53,7 @@ def train(
         typer.Argument(
             metavar="GENOTYPE",
             help="A genotype file, FILE@NAME, a run folder, RUN@EPOCH, DARTS notation, a NAS-Bench-201 string, or - "
-            "for standard input; with --resume, the folder of the training.",
+            "for standard input; with --resume, the folder of the training run.",
         ),
     ] = None,
     data: o.Data = None,
@@ -89,7 +89,7 @@ def train(
         typer.Option(
             "--from",
             metavar="RUN",
-            help="Start from the weights of a finished training or of the supernet of a search, layer by layer where "
+            help="Start from the weights of a finished training run or of a search's supernet, layer by layer where "
             "they fit; a classifier with a different number of classes stays random.",
         ),
     ] = None,
@@ -227,7 +227,7 @@ def run_train(
         raise UserError("--random compares accuracies of classifiers; train the random architectures separately")
     if random and not resume:
         chosen = with_budget(chosen, genotype, recipe)
-    others = draw_random(chosen, recipe, random) if random else []  # raises before the first training
+    others = draw_random(chosen, recipe, random) if random else []  # raises before the first training run
     screen = console()
     missed, within = missed_budget(chosen), within_budget(chosen) if random else None
     if missed is not None:
@@ -252,7 +252,7 @@ def run_train(
         if not random:
             return 0
         if within is not None and world.is_main:
-            screen.print(f"\nrandom architectures are drawn within the budget of the search: {within}", markup=False)
+            screen.print(f"\nrandom architectures are sampled within the budget of the search: {within}", markup=False)
         with Display(screen, "", quiet) as display, Tracking(track, folder, display) as listener:
 
             def begin(number: int, _: Genotype, place: Path) -> None:
@@ -278,7 +278,7 @@ def run_train(
 
 
 def _length(recipe: TrainRecipe) -> str:
-    """The time of a training, for its heading; nothing if it has none."""
+    """The time of a training run, for its heading; nothing if it has no limit."""
     return f"time {clock(recipe.time)}, " if recipe.time else ""
 
 

@@ -1,4 +1,4 @@
-"""A network as Python: `model.py` holds the network alone, `predict.py` loads its weights and reads images."""
+"""A network as Python: `model.py` holds only the network, `predict.py` loads its weights and reads images."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from softcell.app.export._trace import Units
 from softcell.app.export._tree import WIDTH, Expression, Functions, Tree, filled
 from softcell.app.export.model import BATCHES, Model, check_equal, sample_pixels
 
-HEADER = '''"""A network of cells: its modules and their connections, without weights and without its training.
+HEADER = '''"""A network of cells: its modules and their connections, without weights and training code.
 
-`make_network()` maps images [n, {channels}, {height}, {width}] to {output} [n, {features}]. `predict.py` beside this
-file loads its weights and normalises images. Made by `softcell export`; needs torch alone.
+`make_network()` maps images [n, {channels}, {height}, {width}] to {output} [n, {features}]. `predict.py` in the same
+folder loads its weights and normalises images. Made by `softcell export`; needs only torch.
 """'''
 
 USE = '''"""The trained network of `model.py`: loads its weights, normalises pixels and reads images.
 
     from predict import load, normalise
 
-    network = load()                        # reads model.py and model.safetensors beside this file
+    network = load()                        # reads model.py and model.safetensors in this folder
     {output} = network(normalise(pixels)){pad}  # pixels: float [n, {channels}, {height}, {width}] in 0..1
 
 `python predict.py {files}` prints {printed}; ABOUT has facts about the network.
-Made by `softcell export`. It needs torch alone, and Pillow and numpy for image files.
+Made by `softcell export`. It needs only torch, and Pillow and numpy for image files.
 """'''
 
 PART = '''class Part(nn.Module):
@@ -89,7 +89,7 @@ def load(weights: str | Path = Path(__file__).with_name("model.safetensors")) ->
 
 
 def read_image(file: str | Path) -> Tensor:
-    """An image file as pixels [1, c, h, w] in 0..1; this alone needs Pillow and numpy."""
+    """An image file as pixels [1, c, h, w] in 0..1; only this needs Pillow and numpy."""
     import numpy
     from PIL import Image, ImageOps
 
@@ -106,7 +106,7 @@ def read_image(file: str | Path) -> Tensor:
 CLASSIFY = '''
 
 def main() -> int:
-    """Prints the most likely classes of every image file that can be read; 2 where some cannot."""
+    """Prints the most likely classes of every image file that can be read; returns 2 if some cannot."""
     parser = argparse.ArgumentParser(description="Name the most likely classes of images.")
     parser.add_argument("files", nargs="+", metavar="IMAGE", help="a picture")
     files, code, network = parser.parse_args().files, 0, load()
@@ -147,7 +147,7 @@ def embed(pixels: Tensor, network: nn.Module) -> Tensor:
 
 
 def main() -> int:
-    """Prints the other image files, the most similar to the first one first; 2 where some could not be read."""
+    """Prints the other image files, most similar to the first one first; returns 2 if some could not be read."""
     parser = argparse.ArgumentParser(description="Sort images by their similarity to a query.")
     parser.add_argument("query", metavar="QUERY", help="the picture to compare with")
     parser.add_argument("others", nargs="+", metavar="IMAGE", help="a picture to compare")
@@ -166,7 +166,7 @@ if __name__ == "__main__":
     try:
         code = main()
         sys.stdout.flush()
-    except BrokenPipeError:  # the reader, such as `head`, has gone
+    except BrokenPipeError:  # the reader, such as `head`, has exited
         os._exit(0)
     sys.exit(code)
 """
@@ -183,7 +183,7 @@ def to_python(model: Model) -> str:
     """The text of `model.py`: the network and nothing else."""
     units = Units(model.network)
     roots: list[Key] = list(units.copied)
-    while True:  # plain values in the tree name classes of their own, whose code may read more of the tree
+    while True:  # plain values in the tree name further classes, whose code may read more of the tree
         sources = Sources(roots)
         tree = Tree(sources, units)
         expression = tree.module(model.network)
@@ -207,7 +207,7 @@ def to_python(model: Model) -> str:
 
 
 def to_predict(model: Model) -> str:
-    """The text of `predict.py`, which uses the network of `model.py` beside it."""
+    """The text of `predict.py`, which uses the network of `model.py` in the same folder."""
     channels, height, width = map(int, model.shape)
     classified = model.output == "logits"
     header = USE.format(
@@ -217,7 +217,7 @@ def to_predict(model: Model) -> str:
         output=model.output,
         pad=" " * max(0, 9 - len(model.output)),
         files="IMAGE ..." if classified else "QUERY IMAGE ...",
-        printed="the most likely classes" if classified else "the images, the most similar to QUERY first",
+        printed="the most likely classes" if classified else "the images, most similar to QUERY first",
     )
     body = FOOTER.replace("    image = SCALED\n", _scaled(model)).replace("KINDS", _kinds(model))
     body += (CLASSIFY if classified else RETRIEVE) + END
@@ -258,7 +258,7 @@ def _constants(model: Model) -> str:
     facts = "\n".join(f"    {str(name)!r}: {str(value)!r}," for name, value in about.items())
     shape = tuple(int(size) for size in model.shape)
     mean, std = (tuple(float(value) for value in values) for values in (model.mean, model.std))
-    comment = "# that the embedding was learnt from\n" if model.output == "embedding" else ""
+    comment = "# that the embedding was learned from\n" if model.output == "embedding" else ""
     names = repr(tuple(str(name) for name in model.classes))
     if len(names) >= WIDTH - 10:
         names = "\n".join(["(", *filled([repr(str(name)) for name in model.classes]), ")"])
@@ -297,7 +297,7 @@ def _function(name: str, arguments: Sequence[str], expression: Expression) -> st
 
 
 def check_python(file: Path, model: Model) -> float:
-    """The largest relative difference between `predict.py`, with the files beside it, and the network."""
+    """The largest relative difference between `predict.py`, with the files next to it, and the network."""
     loaded = import_file(file)
     network: nn.Module = loaded.load()
     worst = 0.0

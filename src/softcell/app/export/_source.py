@@ -129,7 +129,7 @@ def locate(module: str, name: str) -> Found | None:
         importlib.import_module(f"{origin}.{inner}")
     except ImportError:
         raise UserError(
-            f"{module} uses {name} of {origin}: a network exported as Python may need torch alone; use --to onnx"
+            f"{module} uses {name} of {origin}: a network exported as Python may use only torch; use --to onnx"
         ) from None
     return Found(module=f"{origin}.{inner}")
 

@@ -77,7 +77,7 @@ def trace(module: nn.Module, arguments: tuple[Any, ...]) -> Traced:
     try:
         with torch.no_grad():
             graph = tracer.trace(root(module, arguments))
-    except Exception as error:  # whatever the code of a module does with something that is no tensor
+    except Exception as error:  # whatever the code of a module does with something that is not a tensor
         raise Untraceable(str(error)) from error
     return _Writer(module, arguments, graph).write()
 
@@ -208,7 +208,7 @@ class _Writer:
         return f"x{number}"
 
     def _value(self, value: Any, longest: int = LONGEST_ARGUMENT) -> tuple[str, int]:
-        """The text of an argument and how tightly it binds; one that is longer gets a name in a line of its own."""
+        """The text of an argument and how tightly it binds; a longer one gets a name on a separate line."""
         if isinstance(value, fx.Node):
             if value in self._names:
                 return self._names[value], _ATOM
@@ -311,10 +311,10 @@ def _given(node: fx.Node) -> Any:
 
 
 def _own(target: str) -> str:
-    """The path below the module itself; constants that the tracer made up have none."""
+    """The path below the module itself; constants that the tracer created have none."""
     head, _, rest = target.partition(".")
     if head != "module" or not rest:
-        raise Untraceable(f"a tensor that is no part of the module ({target})")
+        raise Untraceable(f"a tensor that is not part of the module ({target})")
     return rest
 
 
@@ -359,7 +359,7 @@ class Units:
             return None
         try:
             if torch_base(type(module)) is not nn.Module:
-                raise Untraceable("a module of torch with more in it")
+                raise Untraceable("a subclass of a torch module")
             found = trace(module, arguments)
         except Untraceable:
             self._copy(module)

@@ -242,7 +242,7 @@ class Tree:
 
 
 def _keyword(name: str) -> str:
-    """`name=` in a call; parts of a module may have other names than identifiers, which cannot be written so."""
+    """`name=` in a call; names that are not identifiers cannot be written like this."""
     if not name.isidentifier() or keyword.iskeyword(name):
         raise UserError(
             f"a part named {name!r} cannot be written into a Python file; use --to onnx or --to torch-export"
@@ -431,7 +431,7 @@ def _occurrences(root: Expression) -> Counter[str]:
 
 def _snake(name: str) -> str:
     words = re.sub(r"([a-z0-9])([A-Z])|([A-Z]+)([A-Z][a-z])", r"\1\3_\2\4", name.replace("ReLU", "Relu")).lower()
-    # Letters of ASCII alone: the hint may be a key that comes from a file.
+    # Only ASCII letters: the hint may be a key that comes from a file.
     words = re.sub(r"\W+", "_", words, flags=re.ASCII).strip("_") or "part"
     return f"make_{words}" if words.isidentifier() else f"make_part_{words}"
 

@@ -7,9 +7,9 @@ graph of hundreds of nodes and twice the time to run, products of matrices over 
 
 In 8-bit integers a graph is quantised by onnxruntime after the training. Weights are int8 with a scale per output
 channel, activations uint8 with a scale per tensor, whose range is the smallest and largest value on some training
-images. uint8 activations with int8 weights are what the fast instructions of x86 take; Arm runs them as fast as any.
-Sums and averages stay in float: in 8 bits they lose accuracy, and onnxruntime takes longer for them. Every quantised
-tensor is written as a pair of QuantizeLinear and DequantizeLinear, which any runtime can read.
+images. uint8 activations with int8 weights are what the fast x86 instructions accept; on Arm they are as fast as any
+other. Sums and averages stay in float: in 8 bits they lose accuracy, and onnxruntime takes longer for them. Every
+quantised tensor is written as a pair of QuantizeLinear and DequantizeLinear, which any runtime can read.
 """
 
 import io
@@ -44,7 +44,7 @@ OPSET = 20
 CALIBRATION = 256
 """Training images whose activations give the ranges."""
 MOST_MEASURED = 2000
-"""Images on which both networks are compared, if there are more. Nothing is chosen by the result."""
+"""Images on which both networks are compared, if there are more. Nothing is selected by the result."""
 BATCH = 32
 QUANTISED = ("Conv", "Gemm", "MatMul", "Relu", "MaxPool", "Concat")
 """Operators that compute in 8 bits."""
@@ -234,7 +234,7 @@ class CalibrationData:
     """Images of the data that a network was trained on: some to calibrate with, others to measure on.
 
     `measured` are indices of `others`, images that the network has not learned from. They are of the `split` "holdout",
-    the training images that its training held out, or, where it held out none, "test"; None without either.
+    the training images held out of its training, or "test" if there are none; None without either.
     """
 
     train: Images
@@ -246,7 +246,7 @@ class CalibrationData:
 
 @dataclass(frozen=True, slots=True)
 class Quantised:
-    """An int8 graph beside its float one, measured on the same images.
+    """An int8 graph compared with its float one, measured on the same images.
 
     `split`: "holdout" for training images that the training held out, "test" where it held out none. `accuracy` and
     `agreement` are shares: of right classes, and of images with the same class from both graphs; None without images.

@@ -42,7 +42,7 @@ class Model:
 
     `mean` and `std` are per channel in 0..1 units. `about` has facts about its training, for people to read.
     A picture is scaled to `scaled_to`, all of it if `whole` and else a central part of that aspect; its centre is seen.
-    `output`: `logits` of the classes, or an `embedding` that was learnt from them, compared by cosine similarity.
+    `output`: `logits` of the classes, or an `embedding` that was learned from them, compared by cosine similarity.
 
     Example:
         >>> import torch
@@ -102,7 +102,7 @@ def read_model(folder: str | Path) -> Model:
 def plain_facts(description: Mapping[str, Any], place: Path) -> dict[str, Any]:
     """The description of a model as plain numbers and texts of the right types; anything else is a `UserError`.
 
-    These values are written into Python and ONNX files, and a folder may come from anybody.
+    These values are written into Python and ONNX files, and a folder may come from anyone.
     """
     data, where = convert(dict, description["data"], f"{place}: data"), f"{place}: data"
     missing = [key for key in ("shape", "classes", "mean", "std") if key not in data]
@@ -174,7 +174,7 @@ def trained_folder(folder: str | Path) -> Path:
     if kind == "train" and status != "finished":
         command = "run" if is_whole else "train"
         raise UserError(
-            f"only a finished training can be used, but the one in {inner} has the status {status!r}; "
+            f"only a finished training run can be used, but the one in {inner} has the status {status!r}; "
             f"{_quoted('softcell', command, '--resume', path)} resumes it"
         )
     return inner
@@ -280,9 +280,9 @@ def predict(
     device: str = "auto",
     trust: bool = False,
 ) -> list[ImagePrediction]:
-    """The `top` most likely classes of image files; a folder stands for all images below it.
+    """The `top` most likely classes of image files; a folder means all images below it.
 
-    run: a finished training, a folder of `softcell run`, an exported folder, or an ONNX file of `softcell export`.
+    run: a finished training run, a folder of `softcell run`, an exported folder, or an ONNX file of `softcell export`.
     trust: run plugins that the folder names.
 
     Example:
@@ -307,7 +307,7 @@ def predict(
 
 
 def read_classifier(run: str | Path, device: str = "auto") -> ImageClassifier:
-    """The model of a training, of a folder of `softcell run`, of an exported folder or of an ONNX file.
+    """The model of a training run, of a folder of `softcell run`, of an exported folder or of an ONNX file.
 
     An exported folder that has only `model.onnx` is read through it. ONNX files run on the CPU.
 

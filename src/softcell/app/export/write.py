@@ -66,7 +66,7 @@ STAGE = ".export.tmp"
 PACK = "pack.json"
 SCRIPT = "measure.py"
 TABLE = "latency.json"
-"""What the script writes beside them."""
+"""What the script writes next to them."""
 PACK_FORMAT, PACK_VERSION = "softcell-latency-pack", 1
 
 
@@ -201,7 +201,7 @@ def ready(
     weights, wanted = place / WEIGHTS, any(WEIGHTS in FILES[kind] for kind in kinds)
     if wanted and not overwrite and weights.exists() and not _holds(weights, model):
         raise UserError(
-            f"{weights} already exists and holds different weights from {source}, which files beside it may need: "
+            f"{weights} already exists and holds different weights from {source}, which other files there may need: "
             "give another --out, or --overwrite to replace it"
         )
     return Ready(model, source, place, images)
@@ -244,9 +244,7 @@ def format_named(name: str) -> Format:
 
 def _check_free(source: Path, place: Path, files: tuple[Path, ...], overwrite: bool) -> None:
     if place.resolve() == source.resolve():
-        raise UserError(
-            f"an export needs a folder of its own, but --out is the run {source} itself; give another --out"
-        )
+        raise UserError(f"an export needs a separate folder, but --out is the run {source} itself; give another --out")
     there = next((parent for parent in (place, *place.parents) if parent.exists()), Path())
     if not there.is_dir() or not os.access(there, os.W_OK):
         reason = "is not writable" if there.is_dir() else "is a file"
@@ -309,7 +307,7 @@ def write_pack(
 ) -> dict[str, Any]:
     """Writes the pack of a space to `folder`, all of it or nothing, and returns the content of `pack.json`.
 
-    genotypes: architectures whose networks are measured, beside `networks` random ones.
+    genotypes: architectures whose networks are measured in addition to `networks` random ones.
     """
     layout, places = space.layout(), list(candidate_places(space, shape, num_classes))
     needed = list(dict.fromkeys((op, spec, size) for _, op, spec, size in places))

@@ -42,7 +42,7 @@ MEASURING = 0.01
 """Share of the time for measuring one job, within these bounds in seconds:"""
 MEASURING_BOUNDS = (0.3, 6.0)
 MEASURING_CPU = 3.0
-"""CPU seconds until the first training is measured, start of the first steps included."""
+"""CPU seconds until training steps are first timed, including the start of the first steps."""
 MOST_WIDENED = 2
 """Cells with few multiply-adds become wider than the largest plain network, but at most by this factor."""
 MOST_TRIED, HURRIED = 3, 0.25
@@ -53,7 +53,7 @@ SMALLER = 0.6
 """Multiply-adds of the next smaller plain network, at most, relative to a larger one."""
 NUM_SIZES = 3
 MOST_START, MOST_START_GPU = 1.0, 4.0
-"""Seconds that are planned for the start of a training, at most, on a CPU and on a GPU, which records its steps."""
+"""Most seconds planned for the start of a training run, on a CPU and on a GPU, which captures its steps."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Choice:
 
     `search_space` are the settings of the supernet, `network` those of networks of cells, up to their width. `plain`
     are the plain networks, the largest first, `epoch` the expected seconds of its epochs, `start` those before the
-    first step of a training, and `final` those of the final training, on `num_train` images. `image_size` is None if
+    first training step, and `final` those of the final training, on `num_train` images. `image_size` is None if
     images keep their size. `why` gives the reasons in two lines.
     """
 
@@ -148,7 +148,7 @@ def explained(choice: Choice, inspection: Inspection, request: RunRequest) -> Ch
     if choice.shape[1] != source:
         first += f"; images are resized from a median of {source}"
     reason = {
-        "snas": "in NAS-Bench-201 on CIFAR-10 it found a cell of 93.67%, DARTS one of 54.30% (one search each)",
+        "snas": "in NAS-Bench-201 on CIFAR-10 it found a cell with 93.67%, DARTS one with 54.30% (one search each)",
     }.get(choice.method, "as requested")
     return replace(choice, why=(first, f"method {choice.method}, batch {choice.batch_size}: {reason}"))
 
@@ -176,7 +176,7 @@ def search_recipe(plan: Plan, choice: Choice, epochs: int) -> SearchRecipe:
             "batch_size": choice.batch_size,
             "cutout": choice.shape[1] // 4,
             "child_every": 0,
-            # Nobody watches; what a search that ends early saves goes to the trainings. One epoch may be chance.
+            # Nobody watches; what a search that ends early saves goes to training. One epoch may be chance.
             "collapse": {"stop": True, "patience": 2},
             "seed": request.seed,
             "device": request.device,
@@ -269,7 +269,7 @@ def plain_sizes(
 
 
 def expected_start(measured: JobTime, *, is_gpu: bool) -> float:
-    """Seconds before the first step of a training, after a first one was measured.
+    """Seconds before the first step of a training run, after a first one was measured.
 
     The first one also reads the data, initialises the device, compiles kernels and chooses the number of threads.
     """
@@ -291,14 +291,14 @@ class Chooser:
         may_resize = self.is_folder and self.request.image_size is None
         tried: list[int] = []
         measuring = MEASURING_CPU * self.time.slowness
-        if plan.used() + measuring > self.time.end:  # refused now rather than after the time is over
+        if plan.used() + measuring > self.time.end:  # rejected now rather than when time is up
             raise TooLittleTimeError(self._too_short_to_measure(measuring))
         while True:
             networks = plain_networks(choice.shape, classes, limits)
             shallow = [each for each in networks if each[0]["cells_per_stage"] == 1]
             settings, cost = next((each for each in shallow if each[0]["channels"] <= REFERENCE), shallow[-1])
             side = choice.shape[1]
-            with self.screen.working(f"measuring the steps of a training at {side}x{choice.shape[2]}"):
+            with self.screen.working(f"timing training steps at {side}x{choice.shape[2]}"):
                 measured, threads = self._measure_training(choice, settings)
             tried.append(side)
             final = min(self.time.share * self.request.time, self.time.end - plan.used())
@@ -347,13 +347,13 @@ class Chooser:
         text = _at_least(2 * (used + reserved + measuring))
         busy = ": other programs use the CPU cores" if self.time.slowness > BUSY else ""
         return (
-            f"--time {self.request.time:.0f}s is too short: starting took {used:.0f} s, measuring a training needs "
+            f"--time {self.request.time:.0f}s is too short: starting took {used:.0f} s, timing training steps needs "
             f"about {measuring:.0f} s more, and report and exports need about {reserved:.0f} s{busy}; give at least "
             f"--time {text}"
         )
 
     def _measure_training(self, choice: Choice, settings: dict[str, Any]) -> tuple[JobTime, int]:
-        """The times of a training, and its number of CPU threads: those requested, or one or all cores.
+        """The times of a training run, and its number of CPU threads: those requested, or one or all cores.
 
         A training with a time measures which is faster. On a busy machine that takes long and the answer is known.
         """

@@ -1,11 +1,11 @@
-"""The competition inside a run: which networks enter, how long they train in each round, who stays, who wins.
+"""The competition inside a run: which networks enter, how long they train in each round, which stay, which one wins.
 
 Plain residual networks of up to three sizes, random cells and the found cell are trained for short, equal times and
 measured on held-out training images. The best third is trained again, longer, and the winner gets the rest of the
-run's time. The start of a training, before its first step, is not part of these times. Cells are sized to the
+run's time. The start of a training run, before its first step, is not part of these times. Cells are sized to the
 multiply-adds of the largest plain network and train as long as it does; smaller plain networks train for as many epochs
 as it does. The largest plain network is in every round: smaller ones learn faster at first, so a short round says
-little about which size is best in a training that is many times longer.
+little about which size is best in a training run that is many times longer.
 
 First come the rules, as functions, then `Contest`, which applies them and saves every result in the plan at once.
 """
@@ -38,7 +38,7 @@ from softcell.text import count_of
 COMPETITION_SHARE = 0.2
 """Most of the time for the competition, if there is no search before it."""
 MOST_TRAIN_EPOCHS = 0
-"""Most epochs of a training, besides its time; 0 for no limit."""
+"""Most epochs of a training run, besides its time; 0 for no limit."""
 FIRST_SHARE = 0.4
 """Share of the competition's time for its first round."""
 KEPT = 3
@@ -50,7 +50,7 @@ SEED_EPOCHS, MOST_SEEDS = 20, 3
 LONGER = 5.0
 """A smaller plain network may win if the final training has fewer epochs than this multiple of those in the round."""
 MOST_STARTING = 0.5
-"""Most of a round's time that is set aside for the starts of its trainings."""
+"""Most of a round's time that is set aside for starting its training runs."""
 LARGEST = "plain-1"
 """The largest plain network."""
 
@@ -72,7 +72,7 @@ def entrants(candidates: Sequence[Candidate], room: float, epoch: float, start: 
     """The candidates for whom the first round has time; fewer than two if there is no time for a competition.
 
     room: seconds for the whole competition. epoch: seconds of an epoch of the largest network. start: seconds before
-    the first step of a training.
+    the first step of a training run.
     """
     entered: list[Candidate] = []
     for candidate in by_importance(candidates):
@@ -97,12 +97,12 @@ def num_rounds(entered: int) -> int:
 def round_time(
     entered: Sequence[Candidate], room: float, epoch: float, *, is_last: bool, start: float = 0.0
 ) -> tuple[float, int]:
-    """Seconds of each training of the largest size in a round, after its start, and the number of seeds."""
+    """Seconds of each training run of the largest size in a round, after its start, and the number of seeds."""
     room = room if is_last else FIRST_SHARE * room
 
     def seconds(seeds: int) -> float:
-        trainings = len(entered) * seeds
-        return (room - min(trainings * start, MOST_STARTING * room)) / (seeds * _lengths(entered))
+        num_runs = len(entered) * seeds
+        return (room - min(num_runs * start, MOST_STARTING * room)) / (seeds * _lengths(entered))
 
     fitting = [seeds for seeds in range(2, MOST_SEEDS + 1) if seconds(seeds) >= SEED_EPOCHS * epoch]
     seeds = max(fitting, default=1) if is_last else 1
@@ -168,7 +168,7 @@ def decide(results: Sequence[Result], kinds: Mapping[str, Kind], count: int, lon
     if longer >= LONGER:
         why = (
             f"{ahead.name} was {words}, but it is smaller, and the final training has about {longer:.0f} times the "
-            "epochs of the round: small networks are ahead in short trainings alone"
+            "epochs of the round: small networks lead only in short training runs"
         )
         return Decision(base.name, why, "longer", ahead.name, lead, error, longer)
     if lead > error:
@@ -289,11 +289,11 @@ class Contest:
             state |= {**decided(made), "entered": [], "cut": []}
             self.screen.print("", f"no competition: not enough time; training {candidates[0].name} instead", "")
         elif cut:
-            self.screen.print("", f"left out, for lack of time: {', '.join(cut)}")
+            self.screen.print("", f"skipped, not enough time: {', '.join(cut)}")
         return state
 
     def _round(self, choice: Choice, number: int, state: dict[str, Any], candidates: dict[str, Candidate]) -> None:
-        """Trains everyone in the round, with every seed, then decides who stays or wins."""
+        """Trains all networks in the round, with every seed, then decides which stay or win."""
         plan, names, results = self.plan, state["names"], state["results"]
         assert plan.competition is not None
         jobs_left = [(seed, name) for seed in range(state["seeds"]) for name in names]

@@ -4,7 +4,7 @@ The images are inspected and a cell is searched once. Each budget then gets the 
 within it (`softcell.search.selection`), and is a separate run in its own folder: a competition, a final training, a
 verdict, a report and exports, as for a single budget. What is left of the time after the search is divided in
 proportion to the seconds of an epoch, so that all budgets train for about as many epochs: the largest takes most of
-the time, and small ones add little. All final trainings together get at least 60% of the whole time. Budgets are
+the time, and small ones add little. All final training runs together get at least 60% of the whole time. Budgets are
 trained from the smallest to the largest, and each gets its part of the time that is left by then.
 """
 
@@ -158,8 +158,8 @@ def run_front(plan: Plan, screen: Screen, job_of: Callable[[Plan, Screen], Job])
             _run_part(plan, part, screen, budget, job_of)
         except TooLittleTimeError as error:
             # The machine has become slower. The others get the time; an error would lose what they have.
-            state["left_out"][budget] = "not enough time was left for it"
-            screen.print(f"budget {budget} left out: {error}")
+            state["left_out"][budget] = "not enough time left"
+            screen.print(f"budget {budget} skipped: {error}")
             if all(each in state["left_out"] for each in state["budgets"]):
                 raise
             plan.save()
@@ -242,8 +242,8 @@ def _planned(plan: Plan, choice: Choice, inspection: Inspection) -> dict[str, An
 def _training(plan: Plan, share: float, room: float) -> float:
     """Share of a budget's time for its final training, if `share` of the budgets have `room` seconds.
 
-    All final trainings together have `FINAL_SHARE` of the whole time, as that of a single budget has. The search comes
-    out of the rest.
+    All final training runs together have `FINAL_SHARE` of the whole time, as that of a single budget has. The search
+    comes out of the rest.
     """
     return min(MOST_TRAINING, share * FINAL_SHARE * plan.request.time / max(room, 1e-6))
 
@@ -256,7 +256,7 @@ def _show_plan(plan: Plan, screen: Screen) -> None:
         f"  search       {plan.search['length']}{', for all budgets' if 'recipe' in plan.search else ''}",
         f"  budgets      {', '.join(f'{budget} {share:.0%}' for budget, share in parts)} of the time after it",
     ]
-    lines += [f"  left out     {budget}: {why}" for budget, why in plan.front["left_out"].items()]
+    lines += [f"  skipped      {budget}: {why}" for budget, why in plan.front["left_out"].items()]
     screen.print(*lines, "")
 
 

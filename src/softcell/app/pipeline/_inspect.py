@@ -5,7 +5,7 @@ corrected without guessing is corrected in a folder of links inside the run; the
 
 The user's model is an ONNX file or an exported program (.pt2). It accepts float32 pixels in 0..1, [n, c, h, w], and
 returns one score per class, in the order of the sorted class names; normalisation is part of the model. It and the
-delivered network are measured on the same test images. It takes no part in the competition: it was probably trained on
+delivered network are measured on the same test images. It does not compete: it was probably trained on
 the images that are held out there.
 """
 
@@ -39,7 +39,7 @@ LEAST_IMAGES = 2
 """Per class: one for training and one for testing."""
 RARE = 10
 LEAST_TRAINING = 6
-"""Training images, so that the tenth that searches and trainings hold back is at least one image."""
+"""Training images, so that the tenth that searches and training runs hold back is at least one image."""
 SHOWN = 5
 MODEL_FORMATS = (".onnx", ".pt2")
 BATCH = 64  # images of one call of the user's model

@@ -264,7 +264,7 @@ class Plan:
                 shutil.rmtree(self.folder / links, ignore_errors=True)
             (self.folder / PLAN).unlink(missing_ok=True)
             if not self.was_there:
-                with suppress(OSError):  # somebody else has put something into it
+                with suppress(OSError):  # another program has put something into it
                     self.folder.rmdir()
 
     def used(self) -> float:
@@ -320,7 +320,7 @@ READ_EVERY, WINDOW = 0.2, 2.0
 
 
 class TooLittleTimeError(UserError):
-    """The time that is left does not suffice for the fewest epochs of the smallest network."""
+    """The time left is not enough for the fewest epochs of the smallest network."""
 
 
 class Load:
@@ -365,9 +365,9 @@ FINAL_SHARE = 0.6
 SAFE = 0.97
 """Share of the time that is planned; the end of the process takes seconds on a busy machine."""
 NEEDED = 1.0
-"""CPU seconds for latency, report, weights and Python files after the trainings; a busy machine takes longer."""
+"""CPU seconds for latency, report, weights and Python files after training; a busy machine takes longer."""
 ONNX = 3.5
-"""CPU seconds of the ONNX export, which is left out if there is no time for it."""
+"""CPU seconds of the ONNX export, which is skipped if there is no time for it."""
 MOST_RESERVED = 0.1
 """Most of the time that is reserved for both, as a share; but `NEEDED` is always reserved."""
 
@@ -376,7 +376,7 @@ class RunTime:
     """The time of a whole run: what is reserved for its end, and when the final training begins and ends.
 
     `for_own`: seconds that measuring the user's own model takes at the end. What is reserved depends on the load and
-    changes with it, so that a training ends earlier if its machine becomes busy.
+    changes with it, so that training ends earlier if its machine becomes busy.
     """
 
     def __init__(self, plan: Plan) -> None:

@@ -1,6 +1,6 @@
 """One run from images to an exported model: inspect, choose, search, compete, train the winner, report, export.
 
-Every decision is saved in `plan.json` before it takes effect, and every long step runs in a run folder of its own, so
+Every decision is saved in `plan.json` before it takes effect, and every long step runs in a separate run folder, so
 that an interrupted run can be resumed at any point. Time is planned from measured steps and corrected as it passes: the
 final training gets at least `FINAL_SHARE` of it and ends when the time ends. If time is short, it is taken from the
 competition first (fewer networks), then from the search (fewer epochs, or none).
@@ -68,7 +68,7 @@ SEARCH_PART = 0.45
 LEAST_SEARCH_EPOCHS = 3
 """With time for fewer epochs there is no search."""
 OVERRUN = 1.1
-"""A search is ended once it has taken this multiple of its expected time, so that trainings keep theirs."""
+"""A search is ended once it has taken this multiple of its expected time, so that training keeps its own."""
 MOST_SEARCH_EPOCHS = 150
 """A limit besides the time."""
 MANY = 10_000
@@ -282,7 +282,7 @@ class _Run:
             self.request
         ):
             return {"length": f"{why} and a comparison"}
-        with self.screen.working("measuring the steps of a search"):
+        with self.screen.working("timing search steps"):
             measured = self._measure_search(choice)
         networks = num_networks(search_recipe(plan, choice, MANY))
         room = SEARCH_PART * (self.time.final_from - plan.used())
@@ -331,7 +331,7 @@ class _Run:
         return result.genotype
 
     def train(self, choice: Choice, winner: Candidate) -> TrainResult:
-        """The final training, on all training images, until the time is over; then the test set is read once."""
+        """The final training, on all training images, until time is up; then the test set is read once."""
         plan, folder = self.plan, self.plan.folder / "train"
         if plan.training is None:
             seconds = self.time.end - plan.used()
@@ -380,7 +380,7 @@ class _Run:
         return result
 
     def _stop_when_slow(self, listener: OnEvent, choice: Choice, winner: Candidate) -> OnEvent:
-        """Forwards events; stops a training that will have too few epochs, if a smaller network would have enough."""
+        """Forwards events; stops training that will have too few epochs, if a smaller network would have enough."""
         first: tuple[float, float] | None = None  # seconds and epochs after the first step, which includes the start
 
         def on_event(event: Event) -> None:

@@ -59,7 +59,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Round:
-    """`seconds`: of every training of the largest size. `kept`: who stays, the best first; the last round keeps one.
+    """`seconds`: of every training run of the largest size. `kept`: who stays, best first; the last round keeps one.
 
     Example:
         >>> from softcell.app.pipeline import Result, Round
@@ -371,7 +371,7 @@ def summarise(
 
 
 def _test_images(plan: Plan, own: OwnModel) -> Images:
-    """The test images of the run, at the size that the user's own model takes."""
+    """The test images of the run, at the size that the user's own model accepts."""
     root = None if plan.request.is_folder() else plan.request.data_root
     size = own.shape[1] if plan.request.is_folder() else None
     dataset = load(str(plan.data), root, size)
@@ -388,7 +388,7 @@ def _latency(device: torch.device, folder: Path) -> float:
 def finish(plan: Plan, screen: Screen, time: RunTime) -> None:
     """Writes report and exports; a run interrupted here writes both again when resumed.
 
-    The ONNX file takes most of this and can be written later, so it is left out first.
+    The ONNX file takes most of this and can be written later, so it is skipped first.
     """
     folder = plan.folder
     with screen.working("writing the report"):
@@ -399,7 +399,7 @@ def finish(plan: Plan, screen: Screen, time: RunTime) -> None:
         export(folder / "train", "python", folder / "export", overwrite=True)
         if not time.has_time_for_onnx():
             later = f"`softcell export {folder} --to onnx --out {folder / 'export'} --overwrite`"
-            screen.print(f"note: ONNX export left out, for lack of time; {later} writes it")
+            screen.print(f"note: ONNX export skipped: not enough time; {later} writes it")
             return
         try:
             export(folder / "train", "onnx", folder / "export", overwrite=True)

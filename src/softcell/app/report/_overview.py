@@ -156,7 +156,7 @@ def read_outcome(folders: Sequence[Path]) -> Outcome | None:
         return None
     try:
         data = mapping(read_json(parents.pop() / SUMMARY))
-        return _competition(data) if data.get("version") == 2 else _equal_trainings(data)
+        return _competition(data) if data.get("version") == 2 else _first_version(data)
     except (OSError, UserError, LookupError, TypeError, ValueError):
         return None
 
@@ -195,8 +195,8 @@ def _competition(data: Mapping[str, Any]) -> Outcome:
     return Outcome("Result", facts, columns, tuple(rows), tuple(marks), measured, tuple(map(str, data["verdict"])))
 
 
-def _equal_trainings(data: Mapping[str, Any]) -> Outcome:
-    """Runs of the first version: the found, a plain and random networks, trained alike and measured on the test set."""
+def _first_version(data: Mapping[str, Any]) -> Outcome:
+    """Runs of the first version: found, plain and random networks, all trained in the same way and tested."""
     named = [("found by search", data["found"]), ("plain residual", data["plain"])]
     named += [(f"random {i}", row) for i, row in enumerate(data["random"], 1)]
     rows = tuple(
@@ -205,7 +205,8 @@ def _equal_trainings(data: Mapping[str, Any]) -> Outcome:
     )
     marks = tuple((name.rstrip(" 0123456789"), name, row) for name, row in named)
     epochs = data["found"]["epochs"]
-    measured = f"{int(data['count']):,} test images, all trained alike for {epochs} epoch{'' if epochs == 1 else 's'}"
+    length = f"{epochs} epoch{'' if epochs == 1 else 's'}"
+    measured = f"{int(data['count']):,} test images, all trained in the same way for {length}"
     columns = ("", "accuracy", "parameters", "multiply-adds", "latency")
     return Outcome("Was the search worth it?", (), columns, rows, marks, measured, tuple(map(str, data["verdict"])))
 
@@ -297,7 +298,7 @@ def front_section(front: Mapping[str, Any]) -> Html | None:
         el("h2", "One network per budget"),
         table(names, rows, numeric=range(2, len(names))),
         el("p", about, class_="quiet"),
-        [el("p", f"{budget} was left out: {why}.") for budget, why in left_out.items()],
+        [el("p", f"{budget} was skipped: {why}.") for budget, why in left_out.items()],
         el("div", drawn, class_="plots wide"),
         el("h3", "Was the search worth it?"),
         el("ul", verdicts, class_="statements"),

@@ -118,7 +118,7 @@ def duration(seconds: float) -> str:
 
 
 def cells(run: Run) -> Html | None:
-    """Every cell in a picture of its own, which fits a narrow screen."""
+    """Every cell in a separate picture, which fits a narrow screen."""
     genotype, note = run.genotype, None
     if genotype is None and run.architecture:
         try:
@@ -138,7 +138,7 @@ def cells(run: Run) -> Html | None:
 
 def curves(run: Run) -> Html | None:
     split = next((str(row["val_split"]) for row in run.metrics if "val_split" in row), "validation")
-    # Methods that sample architectures train one network after the other, and number them.
+    # Methods that sample architectures train networks one after another, and number them.
     of = "supernet" if run.kind == "search" and not any("architecture" in row for row in run.metrics) else "network"
     plots: list[tuple[str, Mapping[str, str], bool]] = [
         (
@@ -161,7 +161,7 @@ def curves(run: Run) -> Html | None:
             True,
         ),
         ("loss", {"train_loss": "train", "val_loss": split, "child_loss": f"derived network, {split}"}, False),
-        ("attention transfer from the teacher, without its weight", {"guide_loss": "loss"}, False),
+        ("attention transfer from the teacher, unweighted", {"guide_loss": "loss"}, False),
         ("learning rate", {"lr": "learning rate"}, False),
         ("temperature", {"temperature": "temperature"}, False),
         (
@@ -186,7 +186,7 @@ def signs(run: Run) -> Html | None:
     plots = [
         line_chart("entropy of the weights in nats", series(run.metrics, {f"entropy_{t}": _cell(t) for t in tables})),
         line_chart("share of skip connections", shares, shares=True, limit=None if warn is None else (warn, "warning")),
-        line_chart("edges that changed since the epoch before", changes),
+        line_chart("edges that changed since the previous epoch", changes),
     ]
     drawn = [chart for chart in plots if chart is not None]
     return join(el("p", _verdict(run, shares, warn, changes)), el("div", drawn, class_="plots")) if drawn else None
@@ -225,7 +225,7 @@ def _verdict(run: Run, shares: Sequence[Series], warn: float | None, changes: Se
 
 
 def changed(rows: Sequence[Mapping[str, Any]], table: str) -> list[tuple[float, float]]:
-    """(epoch, number of derived edges that the epoch before did not have), from the second epoch on."""
+    """(epoch, number of derived edges that the previous epoch did not have), from the second epoch on."""
     result: list[tuple[float, float]] = []
     before: set[str] | None = None
     for row in rows:

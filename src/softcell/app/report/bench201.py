@@ -59,7 +59,7 @@ def bench_runs(
 ) -> list[Benched]:
     """All finished searches in the folders, each experiment once; other runs are skipped.
 
-    A path that is itself another kind of run is refused. notify: receives sentences on skipped runs.
+    A path that is itself another kind of run is rejected. notify: receives sentences on skipped runs.
     """
     found, skipped = [], []
     named = set(map(Path, paths))
@@ -117,7 +117,7 @@ def to_dict(run: Benched) -> dict[str, Any]:
 def from_dict(table: Nb201Table, label: str, data: Mapping[str, Any]) -> Benched:
     """The inverse of `to_dict`; the accuracies of the cell are looked up again.
 
-    Settings are not stored: runs of one method must differ by their seed alone.
+    Settings are not stored: runs of one method must differ only in their seed.
     """
     genotype, rows = from_nb201(data["architecture"]), data["indicator"]
     indicator = None if rows is None else tuple(tuple(map(float, row)) for row in rows)

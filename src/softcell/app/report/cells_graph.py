@@ -1,9 +1,9 @@
 """A cell as a graph in fixed columns: its nodes and edges, their labels, and where each of them goes.
 
 Nodes are in even columns by their depth (longest path from the inputs), the labels of operations in odd columns. An
-edge is a level line through all columns between its nodes; it only climbs in the gaps beside its first and last column.
-Items that share a column keep their distance there, so no label or box covers another, and no line crosses a label or
-box of another edge. Lengths are pixels, y grows downwards.
+edge is a level line through all columns between its nodes; it only climbs in the gaps next to its first and last
+column. Items that share a column keep their distance there, so no label or box covers another, and no line crosses a
+label or box of another edge. Lengths are pixels, y grows downwards.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class Graph:
 
 
 def graph_of(cell: Cell, inputs: tuple[int, ...]) -> Graph:
-    """The graph of a cell whose nodes `inputs` come from outside; `none` is left out."""
+    """The graph of a cell whose nodes `inputs` come from outside; `none` is omitted."""
     for pick in cell.picks:
         if not 0 <= pick.source <= pick.target:
             raise UserError(f"an edge must have 0 <= source <= target to be drawn, got {pick}")
@@ -108,7 +108,7 @@ def graph_of(cell: Cell, inputs: tuple[int, ...]) -> Graph:
         kind: Kind = "input" if number in inputs else "inner" if number in fed else "empty"
         label = input_label(inputs, number) if kind == "input" else str(number)
         if number in calibrated:
-            # A pick from a node to itself works on the sum of its inputs, which gets a box of its own.
+            # A pick from a node to itself works on the sum of its inputs, which gets a separate box.
             first = label if kind == "input" else f"{number}′"
             first += " empty" if kind == "empty" else ""
             entry[number] = graph.vertex(number, first, "surrogate" if kind == "inner" else kind)

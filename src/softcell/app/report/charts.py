@@ -1,6 +1,6 @@
 """Charts as SVG files and as cards of the HTML report: lines over epochs, and accuracy against cost.
 
-Both are drawn by the same axes, frame, lines and marks. Series differ by line and mark, not by colour alone, and a
+Both are drawn by the same axes, frame, lines and marks. Series differ by line and mark, not only by colour, and a
 picture is small enough for a phone as it is.
 """
 
@@ -325,7 +325,7 @@ def _frame(axes: Axes, rows: Sequence[Tick], x_ticks: Sequence[Tick], x_label: s
 def _line(axes: Axes, line: Series, number: int) -> list[str]:
     """Band, line and some marks of a series; a line that repeats the look of an earlier one is thinner.
 
-    A point between two gaps has a mark of its own. Each series begins its marks elsewhere, so that lines on top of each
+    A point between two gaps has its own mark. Each series begins its marks elsewhere, so that lines on top of each
     other show all their marks.
     """
     look, thin = LOOKS[number % len(LOOKS)], " sc-thin" if number >= len(LOOKS) else ""

@@ -116,7 +116,7 @@ _OF_SPACES = {"space_settings", "auxiliary"}
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Runs of one method in one space on the same data by the same recipe; `name` is unique among them."""
+    """Runs of one method in one space on the same data with the same recipe; `name` is unique among them."""
 
     name: str
     method: str
@@ -198,7 +198,7 @@ class Comparison(Shown):
 
 
 def compare(runs: Sequence[Run]) -> Comparison:
-    """Groups the runs that have a score and compares every two groups that were measured alike on the same data."""
+    """Groups the runs that have a score; compares all pairs of groups measured in the same way on the same data."""
     notes = []
     for run in runs:
         if run.score is None:
@@ -227,7 +227,7 @@ def compare(runs: Sequence[Run]) -> Comparison:
 
 
 def without_repeats(runs: Sequence[Run]) -> tuple[list[Run], list[str]]:
-    """Every experiment once: a repeated seed is no new evidence."""
+    """Every experiment once: a repeated seed is not new evidence."""
     seen: dict[str, Run] = {}
     notes = []
     for run in runs:
@@ -246,7 +246,7 @@ def what(recipe: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _done(run: Run) -> dict[str, Any]:
-    """The settings of a run except its seed; a training also has those of its search, as `search`."""
+    """The settings of a run except its seed; a training run also has those of its search, as `search`."""
     # Earlier versions did not write settings that are None.
     given = {key: value for key, value in what(run.recipe).items() if value is not None}
     return {**given, **({_SEARCH: dict(run.searched)} if run.searched else {})}
@@ -322,7 +322,7 @@ def _sentence(first: Group, second: Group, test: Welch | None, p: float | None, 
 def _unequal(first: Group, second: Group) -> str:
     """A warning if the groups differ in more than method and space."""
     ignored = set(_NAMED)
-    if first.recipe.get("method") != second.recipe.get("method"):  # of searches; the recipe of a training has no method
+    if first.recipe.get("method") != second.recipe.get("method"):  # of searches; a training recipe has no method
         ignored |= _OF_METHODS
     if first.space != second.space:
         ignored |= _OF_SPACES

@@ -158,7 +158,7 @@ def _luminance(colour: Sequence[int]) -> float:
 
 
 def weights(run: Run) -> Html | None:
-    """The slider and its tables; None for a run without weights, such as a training or a random search."""
+    """The slider and its tables; None for a run without weights, such as a training run or a random search."""
     rows = [row for row in run.architecture if any(is_table(t) for t in mapping(row.get("tables")).values())]
     rows = [row for row in rows if number(row.get("epoch")) is not None]
     if not rows:
@@ -205,7 +205,7 @@ def _about_frames(known: Mapping[str, Names], frame: Mapping[str, Any]) -> str:
         )
     rule = rules[0]
     never = ", ".join(f"“{op}”" for op in ([] if rule is None else rule.never_picked))
-    beside = f" {never} is never derived, so a frame may be beside a larger weight of it." if never else ""
+    beside = f" {never} is never derived, even where its weight is the largest." if never else ""
     if isinstance(rule, TopInputs):
         other = f" other than {never}" if never else ""
         return (

@@ -129,7 +129,7 @@ def _comparison_html(found: Comparison) -> Html:
 
 
 def report_html(report: Report) -> Html:
-    """The page in a frame of its own, whose scripts cannot touch the notebook."""
+    """The page in a separate frame, whose scripts cannot touch the notebook."""
     style = f"width: 100%; height: {REPORT_HEIGHT}px; border: 0"
     page = report.path.read_text(encoding="utf-8")
     return el("iframe", srcdoc=page, sandbox="allow-scripts", style=style, title=str(report.path))

@@ -2,9 +2,9 @@
 
 No network, no framework, the same bytes for the same folders.
 
-A live page is served to this machine alone and only under its own name. A page of another site may ask a browser to
+A live page is served only to this machine and only under its own name. A page of another site may ask a browser to
 read from 127.0.0.1, or let its own name point there; such requests carry a foreign `Host`, `Origin` or `Sec-Fetch-Site`
-and are refused. Nothing but the page itself is served: no path leads to a file.
+and are rejected. Nothing but the page itself is served: no path leads to a file.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _FILES = (MANIFEST, "metrics.jsonl", "architecture.jsonl", "genotype.json", "pre
 
 
 def write_report(folders: Sequence[str | os.PathLike[str]], path: str | os.PathLike[str]) -> Path:
-    """Writes the report of the runs in `folders`, and of the random architectures beside them, to `path` atomically.
+    """Writes the report of the runs in `folders`, including their random architectures, to `path` atomically.
 
     Example:
         >>> from pathlib import Path
@@ -83,7 +83,7 @@ def gather(folders: Sequence[Path], read: Callable[[Path, str], Run] = read_run)
                 try:
                     beside.append(read(path, f"{label}/{path.name}"))
                 except UserError as error:
-                    problems.append(f"left out: {error}")
+                    problems.append(f"skipped: {error}")
         run = read(folder, label)
         runs.append(replace(run, problems=(*run.problems, *problems)))
     return runs, beside

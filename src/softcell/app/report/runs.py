@@ -1,7 +1,7 @@
 """Reads run folders for the report, the comparison and the live page: tolerant, and without running their code.
 
 A run may be in progress, killed or copied while it was written. Only an unreadable `run.json` is an error; other files
-that are missing or damaged are left out and named in `Run.problems` (`check_intact` is stricter). Plugins that a run
+that are missing or damaged are skipped and named in `Run.problems` (`check_intact` is stricter). Plugins that a run
 names are not loaded, since reading a folder must not run its code.
 """
 
@@ -91,12 +91,12 @@ class Run:
             return str(self.recipe.get("method"))
         about = {} if self.genotype is None else self.genotype.about
         found = str(about.get("method", "given"))
-        # Random search picks the best of several architectures; a single draw is no search.
+        # Random search picks the best of several architectures; a single draw is not a search.
         return DRAWN if found == "random" and "epochs" not in about else found
 
     @property
     def searched(self) -> Mapping[str, Any]:
-        """The settings of the search that found the genotype of a training, and the epoch that it was taken from."""
+        """The settings of the search that found the genotype of a training run, and the epoch it was taken from."""
         about = {} if self.genotype is None or self.kind == "search" else self.genotype.about
         epoch = {"epoch": about["epoch"]} if "epoch" in about else {}
         return {**mapping(about.get("settings")), **epoch}
@@ -109,7 +109,7 @@ class Run:
 
     @property
     def latest(self) -> Score | None:
-        """The latest validation accuracy of a run that has not finished; compared with nothing."""
+        """The latest validation accuracy of a run that has not finished; never compared."""
         found = [row for row in self.metrics if number(row.get("val_accuracy")) is not None]
         if self.status == "finished" or not found:
             return None
@@ -219,7 +219,7 @@ def read_runs(folders: Sequence[Path]) -> list[Run]:
 
 
 def read_run(folder: Path, label: str | None = None) -> Run:
-    """All readable parts of a run folder; `UserError` if it is no run."""
+    """All readable parts of a run folder; `UserError` if it is not a run."""
     manifest = RunFolder.open(folder, lenient=True).manifest
     problems: list[str] = []
     known = mapping(manifest["checksums"])
@@ -333,5 +333,5 @@ def read_lines(folder: Path, name: str, problems: list[str]) -> list[dict[str, A
         elif line.strip():
             bad += 1
     if bad:
-        problems.append(f"{name}: {bad} unreadable {'line' if bad == 1 else 'lines'} left out")
+        problems.append(f"{name}: {bad} unreadable {'line' if bad == 1 else 'lines'} skipped")
     return rows

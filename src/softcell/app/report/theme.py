@@ -300,7 +300,7 @@ def _colours(tones: tuple[str, ...], index: int) -> str:
 
 
 def mark(name: Family, x: float, y: float) -> str:
-    """The sign of a family, ten pixels wide around (x, y): it says without colour what the line says with it."""
+    """The sign of a family, ten pixels wide around (x, y): it conveys without colour what the line conveys with it."""
     n = num
     match name:
         case "conv":

@@ -155,7 +155,7 @@ class Tracking:
     """A listener that writes every number of every epoch to the named tools and passes all events on to `then`.
 
     A context: at its end the results of the run are written too. `folder` may be changed before another run starts. A
-    tool that fails in the middle of a run is left out with a warning, because the run itself is worth more.
+    tool that fails in the middle of a run is dropped with a warning, because the run itself matters more.
     """
 
     def __init__(self, names: Iterable[str], folder: Path, then: OnEvent | None = None) -> None:

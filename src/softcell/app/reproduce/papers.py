@@ -1,4 +1,4 @@
-"""What `softcell reproduce` runs for each paper, as plain data: searches, networks, trainings, published numbers.
+"""What `softcell reproduce` runs for each paper, as plain data: searches, networks, training runs, published numbers.
 
 `PROTOCOL` is the same for all tables and fixed before the first run. Published numbers are the papers' own, at full
 length; they are never ours.
@@ -16,20 +16,20 @@ SMALL_CELLS = {"cells": 3, "channels": 4}
 SEEDS = 3
 """Searches of a row."""
 TRAINING_SEEDS = 3
-"""Trainings of one network."""
+"""Training runs of one network."""
 RANDOM_CELLS = 4
 EPOCHS = 60
 """Epochs of the short training recipe."""
 PROTOCOL = (
     "Searches have the paper's length and settings, with several seeds.",
-    f"All networks of a table are trained by one short recipe: the paper's, for {EPOCHS} epochs, with drop-path "
+    f"All networks of a table are trained with one short recipe: the paper's, for {EPOCHS} epochs, with drop-path "
     "reduced in proportion to the length. Learning rate, weight decay (whose effect shrinks with the number of steps), "
-    "cutout and auxiliary tower are the paper's. Searches and trainings compute in bfloat16 on a GPU.",
+    "cutout and auxiliary tower are the paper's. Searches and training runs compute in bfloat16 on a GPU.",
     "Every network is trained with seed 0, which gives the spread over networks; the first network of some rows and "
     f"all published cells with {TRAINING_SEEDS} seeds, which gives the spread over training seeds.",
-    f"{RANDOM_CELLS} random cells of the same space, within a limit of parameters, are trained alike. Random search "
-    "has as many epochs in all as the search it is compared with.",
-    "The test set is read once per training, at its end; nothing is selected by it.",
+    f"{RANDOM_CELLS} random cells of the same space, within a limit of parameters, are trained in the same way. Random "
+    "search has as many epochs in total as the search it is compared with.",
+    "The test set is read once per training run, at the end; nothing is selected by it.",
 )
 TEACHER = "TEACHER"
 """Stands for the folder of the paper's teacher in the settings of a search."""
@@ -115,7 +115,7 @@ def _cifar10(error: str, parameters: str, cost: str | None = None) -> dict[str, 
 CIFAR10 = Training("CIFAR-10 test error, %", short("cifar", "cifar10", 0.2, 600))
 CIFAR100 = Training("CIFAR-100 test error, %", short("cifar", "cifar100", 0.2, 600))
 HELD = {"held": 0.1, "weights": 0.9}
-"""5,000 images of CIFAR-10 that nothing learns from; the rest for weights and architecture."""
+"""5,000 images of CIFAR-10 that are not used for training; the rest for weights and architecture."""
 HELD_HALVES = {"held": 0.1, "weights": 0.45, "validation": 0.45}
 CELLS_OF_DARTS = (
     Row("DARTS_V2, published", cell="DARTS_V2", published=_cifar10("2.76 ± 0.09", "3.3M")),
@@ -126,7 +126,7 @@ FIRST_ORDER = {"method": "darts", "data": "cifar10"}
 
 
 def random_search(space: str, epochs: int) -> dict[str, Any]:
-    """Random search with as many epochs in all as a search of `epochs`: ten for each architecture."""
+    """Random search with as many epochs in total as a search of `epochs`: ten for each architecture."""
     return {
         "method": "random",
         "space": space,
@@ -177,8 +177,8 @@ SNAS = Paper(
             columns=("search", "child", "child_bn", "loss_of_child", "entropy", "parameters", "cost"),
             compare=("SNAS, mild", "DARTS, second order", "loss_of_child"),
             notes=(
-                "Search and child are measured on the same 5,000 training images, which nothing learnt from; the "
-                "paper does not say which images it used.",
+                "Search and child are measured on the same 5,000 images of the training set, which were not used for "
+                "training; the paper does not say which images it used.",
             ),
         ),
         PaperTable(
@@ -241,7 +241,7 @@ ENTRANNAS = Paper(
     tables=(
         PaperTable(
             "engines",
-            "which cells are engines (the paper's ablation), beside DARTS and random cells",
+            "which cells are engines (the paper's ablation), compared with DARTS and random cells",
             (
                 Row("first cells (EnTranNAS)", "entrannas", repeats=True),
                 Row("last cells", "engines-last"),
@@ -256,7 +256,7 @@ ENTRANNAS = Paper(
             compare=("first cells (EnTranNAS)", "random cells", "cifar10"),
             limit=4_000_000,
             notes=(
-                "The paper's tables are not in the text that Softcell was written from. Its abstract has 2.22 % error "
+                "The paper's tables are not in the text available to us. Its abstract has 2.22 % error "
                 "on CIFAR-10 with 0.07 GPU-days (of its best variant) and 23.8 % top-1 error on ImageNet.",
                 "The supernet of DARTS is measured with its running statistics, which fit it.",
             ),
@@ -331,7 +331,7 @@ NOS = Paper(
             },
             compare=("+ dynamic 3×3", "ResNet-18", "cifar10"),
             notes=(
-                "Classifiers are trained by the settings of A.2.1 in 60 instead of 300 epochs; the learning rate is "
+                "Classifiers are trained with the settings of A.2.1 for 60 instead of 300 epochs; the learning rate is "
                 "divided by 10 after every tenth of them, as in the paper.",
             ),
         ),
@@ -366,7 +366,7 @@ NOS = Paper(
             columns=("search", "parameters", "multiply_adds", "cost"),
             compare=("guided", "unguided", "cifar10"),
             limit=4_000_000,
-            notes=("The teacher is PyramidNet-110 (α = 84), trained for 300 epochs by the paper's recipe.",),
+            notes=("The teacher is PyramidNet-110 (α = 84), trained for 300 epochs with the paper's recipe.",),
         ),
         PaperTable(
             "3",

@@ -1,4 +1,4 @@
-"""The runs that a paper's tables need, each with a folder of its own and the command that repeats it."""
+"""The runs that a paper's tables need, each with its own folder and the command that repeats it."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Job:
 
 
 Networks = dict[str, dict[str, list[Job]]]
-"""The trainings of a row: by name of the training, then by network, one per seed."""
+"""The training runs of a row: by name of the training recipe, then by network, one per seed."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class Plan:
         return sorted(found.values(), key=lambda job: STAGES[job.kind])
 
     def jobs_of(self, table: PaperTable, row: Row) -> Iterator[Job]:
-        """All runs of a row: teacher, searches, trainings."""
+        """All runs of a row: teacher, searches, training runs."""
         searches = self.searches(table, row)
         if row.search is not None and self._is_guided(row.search):
             yield self.teacher()
@@ -120,7 +120,7 @@ class Plan:
         return [self._search(row.search, seed) for seed in range(self.num_seeds(table))]
 
     def trainings(self, table: PaperTable, row: Row) -> Networks:
-        """The trainings of a row."""
+        """The training runs of a row."""
         found: Networks = {}
         for name in row.trainings or table.trainings:
             found[name] = {}
@@ -182,7 +182,7 @@ class Plan:
         return self.folder / job.folder
 
     def genotype(self, job: Job) -> Genotype:
-        """The architecture that a training trains; for a found one the search must be finished."""
+        """The architecture of a training run; for a found one the search must be finished."""
         if job.found is not None:
             return Genotype.load(self.folder / job.found)
         if job.network in CELLS:
@@ -356,4 +356,4 @@ CELLS = {
         "('none', 4)], reduce_concat=range(2, 6))"
     ),
 }
-"""Cells that papers have published, in the notation of DARTS: they are trained beside found ones."""
+"""Cells that papers have published, in the notation of DARTS: they are trained in addition to found ones."""

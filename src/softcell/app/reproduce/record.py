@@ -1,4 +1,4 @@
-"""The record of a table: every run with its command, seed, hardware and seconds, and the rows beside published numbers.
+"""The record of a table: every run with command, seed, hardware and seconds, and the rows next to published numbers.
 
 A record is made from the run folders alone, at any time: what is unfinished is recorded as such.
 """
@@ -49,15 +49,15 @@ COLUMNS = {
     "search_bn": Column("supernet, BatchNorm recalibrated, %", 100, lower_is_better=False),
     "child": Column("child, %", 100, lower_is_better=False),
     "child_bn": Column("child, BatchNorm recalibrated, %", 100, lower_is_better=False),
-    "loss_of_child": Column("supernet less child, points", 100),
-    "gap_bn": Column("supernet less child, recalibrated, points", 100),
+    "loss_of_child": Column("supernet minus child, points", 100),
+    "gap_bn": Column("supernet minus child, recalibrated, points", 100),
     "entropy": Column("entropy per edge", digits=3),
     "parameters": Column("parameters", 1e-6, unit="M"),
     "multiply_adds": Column("multiply-adds", 1e-6, 0, unit="M"),
     "cost": Column("search, minutes", 1 / 60, 1),
 }
 """Figures of searches and networks. Ours: minutes on the device of the run; published: GPU-days."""
-_OF_TRAININGS = {
+_OF_TRAINING = {
     "error": Column("test error, %", 100),
     "accuracy": Column("test accuracy, %", 100, lower_is_better=False),
     **{key: Column(f"Recall@{key[-1]}, %", 100, lower_is_better=False) for key in _RECALL},
@@ -65,11 +65,11 @@ _OF_TRAININGS = {
 
 
 def columns_of(table: PaperTable) -> dict[str, Column]:
-    """The columns of a table, by key: those of its trainings are called after them."""
+    """The columns of a table, by key: those of its training runs are named after them."""
     found = {key: COLUMNS[key] for key in table.columns}
     for name, training in table.trainings.items():
         for figure in training.figures:
-            own = _OF_TRAININGS[figure]
+            own = _OF_TRAINING[figure]
             key = name if len(training.figures) == 1 else f"{name} {figure}"
             found[key] = Column(training.heading or own.heading, own.factor, own.digits, own.lower_is_better)
     return found
@@ -260,7 +260,7 @@ def _compared(row: Mapping[str, Any], key: str) -> list[float]:
 
 
 def table_cells(table: PaperTable, record: Mapping[str, Any] | None) -> tuple[list[str], list[list[str]]]:
-    """Headings and rows of a table for people: ours as `mean ± std (n)`, the paper's in columns of their own.
+    """Headings and rows of a table for people: ours as `mean ± std (n)`, the paper's in separate columns.
 
     record: None if nothing has been run.
     """

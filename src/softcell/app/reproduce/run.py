@@ -1,4 +1,4 @@
-"""Running a plan: what is unfinished, stage by stage, several runs side by side, until it is done or time is over."""
+"""Running a plan: what is unfinished, stage by stage, several runs at a time, until it is done or time is up."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class _StoppedError(Exception):
 
 @dataclass(slots=True)
 class Ended:
-    """How a call of `run_plan` ended: errors by title of the run, whether time was over, the code of a signal."""
+    """How a call of `run_plan` ended: errors by title of the run, whether time was up, the code of a signal."""
 
     errors: dict[str, Exception] = field(default_factory=dict)
     out_of_time: bool = False
@@ -78,7 +78,7 @@ def _is_ready(plan: Plan, job: Job) -> bool:
 
 
 def resumed(recipe: AnyRecipe, folder: Path) -> AnyRecipe:
-    """The recipe that the run in `folder` was started with, in the places of `recipe`; another one is refused."""
+    """The recipe that the run in `folder` was started with, in the places of `recipe`; another one is rejected."""
     if not has_run(folder):
         return recipe
     stored = build(type(recipe), RunFolder.open(folder).manifest["recipe"], f"{folder}: recipe")
@@ -139,7 +139,7 @@ def run_plan(
     began, ended, refused = time.monotonic(), Ended(), list[UserError]()
     wanted = [job for job in plan.jobs if rows is None or rows & {*job.rows}]
     for job in wanted:
-        if has_run(plan.place(job)):  # before the first run starts: one by another recipe may be the last in line
+        if has_run(plan.place(job)):  # before the first run starts: a run of another recipe may be the last in line
             resumed(plan.recipe(job), plan.place(job))
     device = resolve_device(plan.device)
     with locked(plan.folder), Interrupt() as interrupt, loaded_once():
@@ -180,7 +180,7 @@ def run_plan(
 def _watch(
     job: Job, started: list[Job], interrupt: Interrupt, late: Callable[[], bool], notify: Callable[[str], None]
 ) -> OnEvent:
-    """Stops a run when time is over, and prints its progress. started: gets the job once it has begun."""
+    """Stops a run when time is up, and prints its progress. started: gets the job once it has begun."""
     last, epochs, finished = [time.monotonic()], [0], list[Event]()
 
     def on_event(event: Event) -> None:
@@ -228,7 +228,7 @@ def num_epochs(recipe: AnyRecipe) -> int:
 
 
 def kind_of(job: Job) -> str:
-    """Runs of one kind take the same time per epoch: the same search, or networks trained by the same recipe."""
+    """Runs of one kind take the same time per epoch: the same search, or networks trained with the same recipe."""
     return f"search {job.network}" if job.kind == "search" else f"{job.kind} {job.folder.parts[1]}"
 
 
@@ -237,7 +237,7 @@ def measured_times(
 ) -> dict[str, JobTime]:
     """The time of each kind of run on this device: of runs in the folder, else measured on a few steps.
 
-    measure: False skips kinds without a finished epoch on this device. Trainings are measured on the first network of
+    measure: False skips kinds without a finished epoch on this device. Training is measured on the first network of
     their kind, or on a random one.
     """
     known: dict[str, JobTime] = {}

@@ -1,6 +1,6 @@
 """Runs the jobs of a sweep until each is finished or has failed too often: on this machine, Slurm or a Ray cluster.
 
-Slurm is reached through submitit. None of this is a scheduler of our own.
+Slurm is reached through submitit. Softcell has no scheduler of its own.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """The jobs of a sweep on one machine: processes that run their commands, and searches that share a GPU.
 
 Two processes on one GPU wait for each other; runs in one process overlap (`softcell.engine.interleave`), and each gives
-what it gives alone. With more jobs than GPUs, a sweep therefore starts one process per GPU (`SharedProcess`) for all
-searches on it. It runs `main`: it reads folders of jobs from its standard input and answers with the exit code of each
-search, one line of JSON each.
+the same result as alone. With more jobs than GPUs, a sweep therefore starts one process per GPU (`SharedProcess`) for
+all searches on it. It runs `main`: it reads folders of jobs from its standard input and answers with the exit code of
+each search, one line of JSON each.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ class Work:
         with self._lock:
             if self._stopped:
                 return 130
-            # In a session of its own, so that Ctrl-C in a terminal reaches it through `stop` and only once.
+            # In a separate session, so that Ctrl-C in a terminal reaches it through `stop` and only once.
             # It holds the lock itself, because it may outlive a sweep that is killed.
             self._process = subprocess.Popen(
                 words,
@@ -171,7 +171,7 @@ def last_error(folder: Path) -> str:
 class Local:
     """Processes on this machine, `at_once` jobs at a time; they share its cores, and its GPUs in turn.
 
-    With more jobs than GPUs, the searches on one GPU share a process (`SharedProcess`). Trainings, and jobs
+    With more jobs than GPUs, the searches on one GPU share a process (`SharedProcess`). Training runs, and jobs
     that failed there, run in separate processes.
     """
 
@@ -193,7 +193,7 @@ class Local:
         return _Slot(handle, lambda: self._slots.insert(0, slot))
 
     def _sharing(self, job: Job, slot: int) -> SharedProcess | None:
-        """The process on the slot's GPU that is to search for a job; None if it gets one of its own."""
+        """The process on the slot's GPU that is to search for a job; None if it gets a separate process."""
         gpus, again = _gpus(), job.name in self._tried
         self._tried.add(job.name)
         assert self.at_once is not None
@@ -272,7 +272,7 @@ class _Thread:
 
 
 class _Shared:
-    """A job whose search runs in a shared process; `alone` starts its trainings afterwards."""
+    """A job whose search runs in a shared process; `alone` starts its training runs afterwards."""
 
     def __init__(self, process: SharedProcess, job: Job, alone: Callable[[], Handle]) -> None:
         self._process, self._job, self._alone = process, job, alone

@@ -35,7 +35,7 @@ from softcell.trust import Kind
 PLAN = "sweep.yaml"
 COMMANDS = {"slurm_python", "slurm_setup", "slurm_srun_args", "slurm_additional_parameters", "python", "runtime_env"}
 """Options of submitit and Ray that name programs or are passed on unchecked."""
-# Where a run computes does not change its result: a sweep may be resumed on another machine.
+# The device does not change the result of a run: a sweep may be resumed on another machine.
 _ELSEWHERE = {"device", "engine", "threads", "data_root", "plugins"}
 
 
@@ -77,7 +77,9 @@ class Plan:
         if self.random < 0:
             raise UserError("sweep: `random` must not be negative")
         if self.random and self.train is False:
-            raise UserError("sweep: `random` trains random architectures beside those found, so it requires `train`")
+            raise UserError(
+                "sweep: `random` trains random architectures in addition to those found, so it requires `train`"
+            )
         for name, settings in self.only.items():
             if name not in (*self.methods, *self.spaces):
                 raise UserError(f"sweep.only: {name!r} is not a method or space of this sweep")
@@ -213,7 +215,7 @@ def code_of(plan: Plan) -> list[tuple[Path, Kind]]:
 
 
 def plain_options(plan: Plan) -> dict[str, Any]:
-    """The launcher options of the file. None may run code, since anybody may have written the file.
+    """The launcher options of the file. None may run code, since anyone may have written the file.
 
     Submitit and Ray also accept shell commands (`slurm_setup`, `runtime_env`); these must be given on the command line.
     """

@@ -4,7 +4,7 @@ A row [n, tokens + 1] is the attention of an indicator token to itself (column 0
 table share one architecture, so a table's attention is an aggregate of its cells' rows, usually their mean. `Moments`
 sums it over images, `SiteSums` the rows of every cell: in float64, whatever the precision of the run.
 
-Every cell has an indicator token of its own, so a choice has as many rows as there are cells. With the mean, one
+Every cell has its own indicator token, so a choice has as many rows as there are cells. With the mean, one
 saturated cell outweighs many others; the other aggregates avoid that. `margins` compares the leads of the strongest
 candidates, which are means over images, with their standard errors.
 """
@@ -134,7 +134,7 @@ class TableMoments(nn.ModuleDict):
         return [sums for name in self for sums in self[name].sums()]
 
     def images(self) -> int:
-        """The number of images added; waits for the device."""
+        """The number of images added; synchronises with the device."""
         return int(self[self._read[0]].count)
 
 
@@ -303,7 +303,7 @@ def aggregate(rows: SiteRows, how: Aggregate) -> Tensor:
     """Strengths [choices, width] of a table; zeros for a choice without rows.
 
     mean: over sites. log-mean: the geometric mean. vote: the share of sites where a candidate is first; ties are
-    broken by the mean. last, last-stage: the last site alone, the mean over those with maps of the last one's shape.
+    broken by the mean. last, last-stage: only the last site, the mean over those with maps of the last one's shape.
     """
     found = torch.zeros_like(rows.means[0])
     for choice, own in enumerate(scores(rows, how)):

@@ -6,9 +6,9 @@
     Eq 6    A* = argmax(a[1:]) of the mean                               -> `ItNas.derive`, `aggregate`
     §4.1    DARTS cells: the inputs with the strongest attention stay    -> the space's rule on a[1:]
 
-Every cell and edge has a Lite-Transformer of its own; a table's indicator is the mean of the indicator token's rows
+Every cell and edge has its own Lite-Transformer; a table's indicator is the mean of the indicator token's rows
 over its cells and the images (`aggregate` has other ways). Candidates that the space never derives (`none` in DARTS and
-S3) take no part; `none` of NAS-Bench-201 is a token of zeros. Lite-Transformers learn as the weights do (A.3: SGD,
+S3) are ignored; `none` of NAS-Bench-201 is a token of zeros. Lite-Transformers learn as the weights do (A.3: SGD,
 0.025, momentum 0.9, 3e-4).
 """
 
@@ -186,12 +186,12 @@ class ItNasSettings:
     `tokens`: queries and keys are read off each map pooled to `pool` × `pool`, or off the `flat` map. `width`: d_q.
     `token_norm`: a LayerNorm on the tokens before queries and keys; the paper's encoder is post-norm and has none.
     `learned_values`, `feed_forward`: whether W_v learns, or stays the identity, and whether there is a feed-forward
-    network; both give every edge a 1×1 convolution of its own. `shared`: cells whose maps have one shape share the
+    network; both give every edge its own 1×1 convolution. `shared`: cells whose maps have one shape share the
     Lite-Transformer of an edge; else each has its own.
     `recompute`: the backward pass recomputes activations of the Lite-Transformer, and with single paths those of the
     candidates under attention: less memory, more time. `aggregate`: how the rows of a table's cells become one: their
-    `mean`; `log-mean`, the geometric mean; `vote`, the share of cells where a candidate is first; `last`, the last cell
-    alone; `last-stage`, the mean over cells of its shape. `close`: an edge is called close when its best candidate
+    `mean`; `log-mean`, the geometric mean; `vote`, the share of cells where a candidate is first; `last`, only the last
+    cell; `last-stage`, the mean over cells of its shape. `close`: an edge is called close when its best candidate
     leads by fewer standard errors than this, over images and over cells. `paths`: what runs in a step. `all` under
     attention; `single`: all of one random choice, one random candidate of every other (SPOS); `pairwise`: one random
     candidate everywhere, attended to alone, which ranks weakly.
@@ -384,7 +384,7 @@ class ItNas(Method):
         return [str(self.selection.margins())]
 
     def uniform(self, table: str) -> Tensor:
-        """1 / (candidates + 1) at all that take part [choices, width]: what attention starts near."""
+        """1 / (candidates + 1) at all included candidates [choices, width]: what attention starts near."""
         mask, members = self.masks[table].to(self._dtype()), self.masks.members(table)
         tokens = mask.sum(1)
         if members is not None:  # as many as there are links in the contest

@@ -68,7 +68,7 @@ class ItMix(Mix):
                     kept.copy_(now)
 
     def meet(self, site: int, choice: int, outputs: Mapping[int, Tensor | None]) -> None:
-        """Deviation: where outputs are of different kinds (NOS) attention alone is computed, over all of them."""
+        """Deviation: where outputs are of different kinds (NOS) only attention is computed, over all of them."""
         if any(x is not None for x in outputs.values()) and not self._passes(outputs):
             (self._attention[site, choice],) = self._run(site, choice, outputs, attention_alone=True)
             self.rows.note(site, choice, self._attention[site, choice])
@@ -105,7 +105,7 @@ class ItMix(Mix):
     def combine_together(
         self, site: int, outputs: Mapping[int, Mapping[int, Tensor | None]]
     ) -> Mapping[int, Tensor | None]:
-        """All edges that leave a node at once, where all candidates run; equal to each edge's `LiteTransformer`."""
+        """All outgoing edges of a node at once, where all candidates run; equal to each edge's `LiteTransformer`."""
         found: dict[int, Tensor | None] = {}
         for group in self._method.groups.get(site, ()) if self._plan is None else ():
             own = [outputs.get(choice, {}) for choice in group.choices]

@@ -11,7 +11,7 @@ summaries of the maps, values stay maps:
 Only the IT's row is computed: the other tokens' outputs are not used. Maps are stacked, channels last, so that a step
 has few large operations instead of many small ones: on a GPU each costs a launch.
 
-`LiteEnsemble` runs Lite-Transformers of one shape in one batch: those of all edges that leave a node run together.
+`LiteEnsemble` runs Lite-Transformers of one shape in one batch: those of all outgoing edges of a node run together.
 Alone, each costs a GPU some thirty launches forward and sixty backward, however small its maps are. Here the weights of
 all Lite-Transformers of one shape are stacked once per step, and all that does not depend on images is computed from
 them at once: the query, its product with the keys, the logits of the indicator token and of tokens of zeros. Each group
@@ -41,10 +41,10 @@ class LiteTransformer(nn.Module):
     """One encoder layer with a single head over the IT and up to `tokens` maps of `shape`, positions 1 to `tokens`.
 
     `pool`: side of the summary that queries and keys are read off; None reads the whole map. `width`: d_q. Without
-    `values` there is attention alone (`attend`), for maps that are combined elsewhere. `token_norm`: a LayerNorm
+    `values` there is only attention (`attend`), for maps that are combined elsewhere. `token_norm`: a LayerNorm
     on the tokens before queries and keys; without it the encoder is post-norm, as in the paper. Without
     `learned_values` W_v stays the identity, without `feed_forward` the feed-forward network stays 0: an edge then has
-    no convolution of its own that could do a candidate's work.
+    no convolution that could do a candidate's work.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class LiteTransformer(nn.Module):
         self.positions = nn.Parameter(0.02 * torch.randn(tokens + 1, size))
         self.norm = nn.LayerNorm(size) if token_norm else None
         self.query = nn.Linear(size, width, bias=False)
-        self.key = nn.Linear(size, width, bias=False)  # a bias would shift all logits alike
+        self.key = nn.Linear(size, width, bias=False)  # a bias would shift all logits equally
         if values:
             inner = max(1, c // NARROWING)
             self.value = nn.Conv2d(c, c, 1, bias=False)
@@ -84,8 +84,8 @@ class LiteTransformer(nn.Module):
     def forward(self, outputs: Mapping[int, Tensor | None], attention_alone: bool = False) -> tuple[Tensor, ...]:
         """The IT's output [n, c, h, w] and its attention [n, tokens + 1] to itself and all candidates; or that alone.
 
-        outputs: maps [n, c, h, w] by position (0 is the first candidate); None stands for zeros. Candidates that are
-        not there take no part: their attention is 0.
+        outputs: maps [n, c, h, w] by position (0 is the first candidate); None means zeros. Candidates that are
+        missing are ignored: their attention is 0.
         """
         if attention_alone:
             return (self.attend(outputs),)
@@ -219,7 +219,7 @@ def _pointwise(x: Tensor, layer: nn.Module) -> Tensor:
 
 
 def normalised(x: Tensor, norm: nn.GroupNorm, *, written_out: bool) -> Tensor:
-    """`norm` of tokens [n, h·w, c], which lie channels-last: group norm would copy them on a GPU.
+    """`norm` of tokens [n, h·w, c], which are channels-last: group norm would copy them on a GPU.
 
     written_out: scale and shift, one per channel, are laid out for all places, and layer norm applies them and sums
     their gradients in its own passes: fewer operations, which pays on a GPU, but not on a CPU.
