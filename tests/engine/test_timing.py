@@ -55,7 +55,7 @@ def test_a_small_gain_does_not_choose_bfloat16(device: dict[str, float]) -> None
 
 def test_several_processes_do_not_try_but_use_what_is_known(device: dict[str, float]) -> None:
     several, notes = World(0, 2, 0, CUDA), []
-    assert choose(several, notes) == "float32" and "several processes" in notes[0]
+    assert choose(several, notes) == "float32" and "single process" in notes[0]
     choose()
     assert choose(several) == "bfloat16"
 

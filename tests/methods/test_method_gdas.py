@@ -175,7 +175,7 @@ def test_constants_give_logits_and_gradients_of_the_released_forward_pass(run: s
 
 
 def test_constants_are_for_nas_bench_201_and_for_steps_of_the_architecture() -> None:
-    with pytest.raises(UserError, match=r"space is 'toy'.*unsampled=nothing"):
+    with pytest.raises(UserError, match=r"got 'toy'.*unsampled=nothing"):
         Gdas(LAYOUT, GdasSettings(unsampled="constant"))
     method = Gdas(tiny_space("nb201").layout(), GdasSettings(unsampled="constant"))
     mix = method.relax()
