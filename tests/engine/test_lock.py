@@ -145,7 +145,7 @@ def test_the_lock_reserves_space_that_can_be_freed(tmp_path: Path) -> None:
 def test_a_folder_that_cannot_be_created_or_written_is_a_clear_error(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for place in (tmp_path / "file", tmp_path / "file" / "deep"):
-        with pytest.raises(UserError, match="needs a (writable )?folder"), locked(place):
+        with pytest.raises(UserError, match=r"needs a (writable )?folder"), locked(place):
             pass
 
 
