@@ -50,6 +50,7 @@ LABELS = {
     "pc-darts-256": "PC-DARTS, the authors' batches of 256 and learning rate",
     "darts-partial-100": "DARTS with partial channels, 100 epochs (DrNAS's code)",
     "itnas-fixed-values": "IT-NAS, W_v fixed, no feed-forward network",
+    "itnas-flat": "IT-NAS, whole maps as tokens, without the norm",
 }
 COLUMNS = {
     "cifar10_valid": "CIFAR-10 valid",

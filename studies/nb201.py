@@ -87,6 +87,7 @@ ARMS: dict[str, dict[str, Any]] = {
     "pc-darts-256": {"method": "pc-darts", "batch_size": 256, "weights": {"lr": 0.1, "lr_min": 0.0}},
     "darts-partial-100": {"method": "darts", "epochs": 100, "space_settings": {"partial_channels": 4}},
     "itnas-fixed-values": {"method": "itnas", "method_settings": {"learned_values": False, "feed_forward": False}},
+    "itnas-flat": {"method": "itnas", "method_settings": {"tokens": "flat", "token_norm": False}},
 }
 """The settings of each arm; the method has the name of the arm unless it is given."""
 
@@ -99,7 +100,7 @@ and its 250 epochs, β-DARTS's 100 epochs (λ grows half as fast), PC-DARTS's ba
 edge normalisation of DrNAS's repository, the one public form of PC-DARTS for this space.
 """
 
-READINGS = ("itnas-fixed-values",)
+READINGS = ("itnas-fixed-values", "itnas-flat")
 """Arms that test why IT-NAS is below its published mean; each has its prediction on IT-NAS's page."""
 
 ON_REQUEST = (*AUTHORS, *READINGS)

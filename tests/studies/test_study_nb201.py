@@ -55,8 +55,13 @@ def test_arms_of_authors_recipes_differ_in_what_they_name_and_run_on_request(tab
     partial = nb201.recipe_of("darts-partial-100", 0, options)
     assert (partial.method, partial.epochs, partial.space_settings["partial_channels"]) == ("darts", 100, 4)
     assert nb201.recipe_of("pc-darts-256", 0, options).weights.lr == 0.1
-    fixed, common = (nb201.recipe_of(arm, 0, options).method_settings for arm in ("itnas-fixed-values", "itnas"))
-    assert {key for key in fixed if fixed[key] != common[key]} == {"learned_values", "feed_forward"}
+    common = nb201.recipe_of("itnas", 0, options).method_settings
+    for arm, changed in (
+        ("itnas-fixed-values", {"learned_values", "feed_forward"}),
+        ("itnas-flat", {"tokens", "token_norm"}),
+    ):
+        own = nb201.recipe_of(arm, 0, options).method_settings
+        assert {key for key in own if own[key] != common[key]} == changed
 
 
 def test_a_table_grows_by_several_commands(
