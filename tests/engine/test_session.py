@@ -20,6 +20,7 @@ from softcell.engine.session import (
     Interrupt,
     exit_code,
     in_precision,
+    keep_freed_memory,
     resolve_device,
     rng_state,
     seed_everything,
@@ -208,11 +209,14 @@ print(kept, before, faults())
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="mallopt is glibc's")
-def test_freed_memory_stays_in_the_process_unless_the_user_decides() -> None:
+def test_freed_memory_stays_in_the_process() -> None:
     own = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
     asked, before, after = subprocess.check_output([sys.executable, "-c", FAULTS], env=own, text=True).split()
     if asked == "False":
         pytest.skip("the C library has no mallopt")
     assert int(before) > 10_000 and int(after) < int(before) / 10
-    limited = {**own, "MALLOC_TRIM_THRESHOLD_": "131072"}
-    assert subprocess.check_output([sys.executable, "-c", FAULTS], env=limited, text=True).startswith("False")
+
+
+def test_thresholds_of_the_user_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "131072")
+    assert keep_freed_memory.__wrapped__() is False
