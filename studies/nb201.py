@@ -335,7 +335,7 @@ def main(arguments: list[str] | None = None) -> None:
     left = [pair for pair in wanted if not (kept / f"{label(*pair, options)}.json").is_file()]
     at_once = options.at_once or (AT_ONCE if resolve_device(options.device).type == "cuda" else 1)
     jobs = [(recipe_of(*pair, options), options.runs / label(*pair, options)) for pair in left]
-    shared_by = min(at_once, max(len(jobs), 1))
+    shared_by = min(at_once, max(len(jobs), 1)) + options.others
     peaks: dict[Path, PeakMemory] = {}
     try:
         run_searches(jobs, deadline, options.device, at_once, peaks)
@@ -409,6 +409,9 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--seeds", nargs="*", type=int, default=[0, 1, 2, 3], metavar="SEED", help="seeds of each arm; none: no search"
+    )
+    parser.add_argument(
+        "--others", type=int, default=0, metavar="N", help="searches that other commands run on this GPU meanwhile"
     )
     parser.add_argument("--indicators", action="store_true", help="also measure indicators on every trained supernet")
     parser.add_argument("--proxies", type=int, default=0, metavar="K", help="untrained supernets for Zero-Cost-PT")

@@ -77,7 +77,8 @@ def test_a_table_grows_by_several_commands(
         found: dict[str, Any] = json.loads((tmp_path / "out" / "nb201.json").read_text())
         return found
 
-    nb201.main([*given, "--arms", "darts", "--seeds", "0"])
+    nb201.main([*given, "--arms", "darts", "--seeds", "0", "--others", "2"])
+    assert json.loads((tmp_path / "out/rows/darts-data-0.json").read_text("utf-8"))["at_once"] == 3
     nb201.main([*given, "--arms", "gdas", "--seeds", "0", "--minutes", "0"])
     assert [row["arm"] for row in record()["summary"]] == ["darts"]
     assert "not measured: gdas-data-0" in capsys.readouterr().out
