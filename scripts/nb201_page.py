@@ -80,6 +80,9 @@ they follow the authors' code instead of the common recipe, or change one part o
 [IT-NAS](papers/it-nas.md#with-fixed-values) explain what each row tests. EnTranNAS-DST has no row: it may keep several
 operations on an edge, and the table has accuracies only for cells with one. Seconds of zero-cost search are those of a
 CPU that other programs used at the same time: on CIFAR-100, seeds 1 and 2 took 13 to 25 times as long as the others.
+Seed 2 of SNAS, DrNAS and *GDAS with the released code's gradient* shared the GPU with three slower searches in another
+process, which had finished 34 of 50 epochs by then and were stopped; they have no rows. An equal share of the device's
+time is about 20 % too low for these three.
 
 **Status: {complete} of {total} methods have {goal} seeds or more, {begun} have at least one.** Published means are the
 papers' numbers with their own recipes; the other columns are ours.
