@@ -1,7 +1,8 @@
 """One recipe with several seeds in one folder: a complete run per seed (`seed-0`, `seed-1`, …) and `seeds.json`.
 
 On a GPU the runs share the device (`softcell.engine.interleave`), elsewhere they run one after another. Each gives the
-same result as it would alone. Resuming continues unfinished runs and repeats nothing.
+same result as it would alone. Resuming continues unfinished runs and repeats nothing. `run_all` does this for runs of
+any kind; random architectures are trained with it too (`softcell.app.baseline`).
 
 Of several searches the best one by validation accuracy gives the folder its `genotype.json`. Of several training runs
 none is the best: choosing it by its accuracy on the test set would make that a training set.
@@ -11,7 +12,7 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -37,6 +38,7 @@ from softcell.search.supernet import RECALIBRATED
 from softcell.text import Shown, count_of
 
 Keep = Literal["all", "best"]
+K = TypeVar("K", bound=Hashable)
 T = TypeVar("T")
 
 
@@ -98,7 +100,7 @@ def search_seeds(
     set_deterministic(recipe.deterministic)  # before CUDA starts, which is when cuBLAS reads its setting
     with _locked_folder(out, seeds, "search", resume=resume, overwrite=overwrite) as folder:
 
-        def write(ran: _Ran[SearchResult], best: int | None) -> None:
+        def write(ran: Ran[int, SearchResult], best: int | None) -> None:
             rows = [
                 _row(ran, seed, folder, lambda result: result.genotype is not None, _search_metrics) for seed in seeds
             ]
@@ -109,10 +111,11 @@ def search_seeds(
             own, place = replace(recipe, seed=seed), seed_folder(folder, seed)
             return search_steps(own, place, resume=resume, overwrite=overwrite, on_event=listener)
 
-        write(_Ran({}, {}, 0), None)
+        write(Ran({}, {}, 0), None)
         begun = _begun(folder, seeds) if resume else []
         known = {seed: finished_search(seed_folder(folder, seed), replace(recipe, seed=seed)) for seed in begun}
-        ran = _run(start, seeds, known, resolve_device(recipe.device), at_once)
+        device = resolve_device(recipe.device)
+        ran = run_all(start, seeds, known, device, num_sharing(len(seeds), device, at_once))
         best = _best(ran.results)
         write(ran, best)
         if best is not None:
@@ -208,13 +211,13 @@ def train_seeds(
 ) -> TrainedSeeds:
     """Trains one network with every seed, each in `out`/seed-N.
 
-    at_once: how many share the device; None for all of them on a GPU and one elsewhere.
+    at_once: how many share the device; None as in `num_sharing`.
     on_event: makes the listener of a seed's run.
     """
     set_deterministic(recipe.deterministic)  # before CUDA starts, which is when cuBLAS reads its setting
     with _locked_folder(out, seeds, "train", resume=resume, overwrite=overwrite) as folder:
 
-        def write(ran: _Ran[TrainResult]) -> TrainedSeeds:
+        def write(ran: Ran[int, TrainResult]) -> TrainedSeeds:
             result = TrainedSeeds(folder, ran.results, ran.errors, ran.exit_code)
             rows = [_row(ran, seed, folder, lambda one: not one.exit_code, training_metrics) for seed in seeds]
             spreads = {name: result.spread(name) for name in ("accuracy", "top5", "recall_at_1")}
@@ -231,12 +234,14 @@ def train_seeds(
             own, place = replace(recipe, seed=seed), seed_folder(folder, seed)
             return train_steps(genotype, own, place, resume=resume, overwrite=overwrite, on_event=listener)
 
-        write(_Ran({}, {}, 0))
+        write(Ran({}, {}, 0))
         begun = _begun(folder, seeds) if resume else []
         known = {
             seed: finished_training(seed_folder(folder, seed), genotype, replace(recipe, seed=seed)) for seed in begun
         }
-        return write(_run(start, seeds, known, resolve_device(recipe.device), at_once))
+        device = resolve_device(recipe.device)
+        together = num_sharing(len(seeds), device, at_once, recipe.time)
+        return write(run_all(start, seeds, known, device, together))
 
 
 def training_metrics(result: TrainResult | None) -> dict[str, float | None]:
@@ -275,44 +280,54 @@ def _begun(folder: Path, seeds: Sequence[int]) -> list[int]:
     return [seed for seed in seeds if (seed_folder(folder, seed) / MANIFEST).is_file()]
 
 
-@dataclass(frozen=True, slots=True)
-class _Ran(Generic[T]):
-    """Results and errors by seed; `exit_code`: 1 after an error, the signal's code after an interruption, else 0."""
+def num_sharing(num_runs: int, device: torch.device, at_once: int | None, time: float = 0.0) -> int:
+    """How many of several runs share a device: `at_once` if given, else all of them on a GPU and one elsewhere.
 
-    results: dict[int, T]
-    errors: dict[int, Exception]
+    time: the time limit of each training run, 0 for none. A run with one gets the device to itself unless `at_once` is
+    given: beside others it would make fewer steps in its time than alone.
+    """
+    return at_once or (num_runs if device.type == "cuda" and not time else 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Ran(Generic[K, T]):
+    """Results and errors of several runs, by seed or name.
+
+    `exit_code`: 1 after an error, the signal's code after an interruption, else 0.
+    """
+
+    results: dict[K, T]
+    errors: dict[K, Exception]
     exit_code: int
 
 
-def _run(
-    start: Callable[[int, bool], Running[T]],
-    seeds: Sequence[int],
-    begun: Mapping[int, T | None],
+def run_all(
+    start: Callable[[K, bool], Running[T]],
+    runs: Sequence[K],
+    begun: Mapping[K, T | None],
     device: torch.device,
-    at_once: int | None,
-) -> _Ran[T]:
-    """Run `start(seed, resume)` for all seeds without a result.
+    at_once: int,
+) -> Ran[K, T]:
+    """Run `start(run, resume)` for all seeds or names without a result, `at_once` at a time.
 
-    begun: the seeds whose runs have begun, with the results of finished ones. at_once: None for all on a GPU and one
-    elsewhere.
+    begun: the runs that have begun, with the results of finished ones.
     """
-    done = {seed: result for seed, result in begun.items() if result is not None}
-    left = [seed for seed in seeds if seed not in done]
-    together = at_once or (len(seeds) if device.type == "cuda" else 1)
+    done = {run: result for run, result in begun.items() if result is not None}
+    left = [run for run in runs if run not in done]
     with Interrupt() as interrupt:
-        starts = [lambda seed=seed: start(seed, seed in begun) for seed in left]
-        found = interleave(starts, device, together)
+        starts = [lambda run=run: start(run, run in begun) for run in left]
+        found = interleave(starts, device, at_once)
         stopped = interrupt.signal
-    errors = {seed: value for seed, value in zip(left, found, strict=True) if isinstance(value, Exception)}
-    if not done and len(errors) == len(seeds) and all(isinstance(error, UserError) for error in errors.values()):
-        raise next(iter(errors.values()))  # the recipe is wrong, not a seed
-    fresh = {seed: value for seed, value in zip(left, found, strict=True) if not isinstance(value, Exception)}
-    results = {seed: {**done, **fresh}[seed] for seed in seeds if seed in done or seed in fresh}
-    return _Ran(results, errors, exit_code(stopped) if stopped else int(bool(errors)))
+    errors = {run: value for run, value in zip(left, found, strict=True) if isinstance(value, Exception)}
+    if not done and len(errors) == len(runs) and all(isinstance(error, UserError) for error in errors.values()):
+        raise next(iter(errors.values()))  # the recipe is wrong, not one of the runs
+    fresh = {run: value for run, value in zip(left, found, strict=True) if not isinstance(value, Exception)}
+    results = {run: {**done, **fresh}[run] for run in runs if run in done or run in fresh}
+    return Ran(results, errors, exit_code(stopped) if stopped else int(bool(errors)))
 
 
 def _row(
-    ran: _Ran[T],
+    ran: Ran[int, T],
     seed: int,
     folder: Path,
     is_finished: Callable[[T], bool],

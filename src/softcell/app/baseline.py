@@ -20,15 +20,20 @@ from typing import Any
 from softcell.app import jobs
 from softcell.app.report.page import REPORT, write_report
 from softcell.arch import Genotype, Layout, check_against, count, notation, sample
-from softcell.engine import RunFolder
+from softcell.data.catalogue import loaded_once
+from softcell.engine import RunFolder, resolve_device
 from softcell.engine.distributed import is_main_process
+from softcell.engine.interleave import Running
+from softcell.engine.lock import locked
 from softcell.engine.session import join_processes
 from softcell.engine.task import OnEvent
 from softcell.errors import UserError
 from softcell.evaluate import TrainRecipe, TrainResult
+from softcell.evaluate.train import finished_training, train_steps
 from softcell.search.budget import ABOUT, format_cost, next_within, state_budget_for, stated_budget
 from softcell.search.genotypes import run_of
 from softcell.search.recipe import SearchRecipe, load_images, resolve
+from softcell.seeds import Ran, run_all
 from softcell.settings import MOST_RANDOM, at_most
 from softcell.spaces import Shape, build_space
 from softcell.spaces.costs import Cost, count_genotype
@@ -75,7 +80,7 @@ def random_baseline(
     on_event: OnEvent | None = None,
     on_start: Callable[[int, Genotype, Path], None] | None = None,
 ) -> Baseline:
-    """Trains `count` random architectures of the space of `like`, each in a folder `out`/random-<k> with k from 1.
+    """Trains `count` random architectures of the space of `like` one after another, each in `out`/random-<k>.
 
     All are trained with the seed of `recipe`, on the same splits and batches; only the architecture differs.
     drawn: the result of `draw_random` for the same settings, if it was called before.
@@ -84,7 +89,7 @@ def random_baseline(
     results: list[TrainResult] = []
     with join_processes(recipe.device, recipe.deterministic):
         for number, genotype in enumerate(others, 1):
-            folder = Path(out) / f"random-{number}"
+            folder = random_folder(out, number)
             if on_start is not None:
                 on_start(number, genotype, folder)
             result = jobs.train(
@@ -101,6 +106,64 @@ def random_baseline(
         if is_main_process() and jobs.has_run(Path(out)):
             write_report([out], Path(out) / REPORT)  # now with the random architectures
     return Baseline(results, results[0].split, 0)
+
+
+FOUND = "found"
+"""The name of the network that random architectures are compared with."""
+
+
+def random_folder(out: str | Path, number: int) -> Path:
+    """The folder of a random architecture; they are counted from 1."""
+    return Path(out) / f"random-{number}"
+
+
+def train_with_random(
+    found: Genotype,
+    drawn: Sequence[Genotype],
+    recipe: TrainRecipe,
+    out: str | Path,
+    *,
+    at_once: int,
+    resume: bool = False,
+    overwrite: bool = False,
+    on_event: Callable[[str, Path], OnEvent] | None = None,
+) -> Ran[str, TrainResult]:
+    """Trains `found` in `out` and the random architectures in `out`/random-<k>; `at_once` of them share the device.
+
+    Each gives the same result as alone, and one that fails does not stop the others: results and errors are by name,
+    "found", "random-1", .... For one process.
+    on_event: makes the listener of a run from its name and folder.
+    """
+    folder, numbered = Path(out), dict(enumerate(drawn, 1))
+    networks = {FOUND: found, **{f"random-{number}": one for number, one in numbered.items()}}
+    folders = {FOUND: folder, **{f"random-{number}": random_folder(folder, number) for number in numbered}}
+    found_failed = False
+
+    def start(name: str, resume: bool) -> Running[TrainResult]:
+        nonlocal found_failed
+        if found_failed:  # its folder is in use, its weights do not fit, ...: before hours of training for nothing
+            raise UserError("not started: there is nothing to compare with, because the found network failed")
+        place = folders[name]
+        listener = None if on_event is None else on_event(name, place)
+        try:
+            result = yield from train_steps(
+                networks[name], recipe, place, resume=resume, overwrite=overwrite, on_event=listener
+            )
+        except Exception:
+            found_failed = found_failed or name == FOUND
+            raise
+        jobs.draw_training(result)
+        return result
+
+    with join_processes(recipe.device, recipe.deterministic), locked(folder), loaded_once():
+        begun = [name for name, place in folders.items() if resume and jobs.has_run(place)]
+        known = {name: finished_training(folders[name], networks[name], recipe) for name in begun}
+        ran = run_all(start, list(networks), known, resolve_device(recipe.device), at_once)
+        if not ran.results:  # as if the found network had been trained alone
+            raise ran.errors[FOUND]
+        if jobs.has_run(folder):
+            write_report([folder], folder / REPORT)  # now with the random architectures
+    return ran
 
 
 def draw_random(like: Genotype, recipe: TrainRecipe, count: int) -> list[Genotype]:

@@ -79,7 +79,7 @@ def explain_failure(error: BaseException) -> str | None:
     text = " ".join(str(error).split())
     torch = sys.modules.get("torch")  # an error raised by torch comes from a torch that is loaded
     if torch is not None and isinstance(error, torch.OutOfMemoryError):
-        return f"not enough free GPU memory for this run; {_REDUCE}; with --seeds also --at-once"
+        return f"not enough free GPU memory for this run; {_REDUCE}; with --seeds or --random also --at-once"
     is_runtime_error = isinstance(error, RuntimeError)
     if isinstance(error, MemoryError) or (is_runtime_error and any(part in text for part in _OUT_OF_MEMORY)):
         return f"not enough free memory for this run; {_REDUCE}"

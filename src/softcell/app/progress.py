@@ -263,12 +263,18 @@ def seed_listeners(
     """
 
     def listener(seed: int) -> OnEvent:
-        own = seed_folder(folder, seed)
-        shown = None if display is None else display.beside(f"seed {seed}", str(own))
-        tracking = opened.enter_context(Tracking(track, own, shown))
+        tracking = listener_beside(display, f"seed {seed}", seed_folder(folder, seed), track, opened)
         return tracking if on_event is None else both(tracking, on_event(seed))
 
     return listener
+
+
+def listener_beside(
+    display: Display | None, label: str, folder: Path, track: Sequence[str], opened: ExitStack
+) -> OnEvent:
+    """The listener of one of several concurrent runs: progress, and trackers that are closed with `opened`."""
+    shown = None if display is None else display.beside(label, str(folder))
+    return opened.enter_context(Tracking(track, folder, shown))
 
 
 def both(first: OnEvent, second: OnEvent) -> OnEvent:

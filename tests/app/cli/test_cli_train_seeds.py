@@ -87,7 +87,7 @@ def test_interrupted_seeds_are_resumed_bit_for_bit(tmp_path: Path) -> None:
     ("words", "said"),
     [
         (("--seeds", "2", "--random", "1"), "softcell compare"),
-        (("--at-once", "2"), "--at-once 2 requires --seeds K"),
+        (("--at-once", "2"), "--at-once 2 requires --seeds K or --random N"),
         (("--seeds", "0"), "--seeds must be at least 1"),
         (("--seeds", "2", "--at-once", "0"), "--at-once must be at least 1"),
     ],

@@ -43,6 +43,14 @@ AtOnce = Annotated[
     int | None,
     typer.Option(metavar="N", help="With --seeds: how many runs share the device. Default: all on a GPU, else one."),
 ]
+AtOnceTraining = Annotated[
+    int | None,
+    typer.Option(
+        metavar="N",
+        help="With --seeds or --random: how many runs share the device. Default: all on a GPU, else one; with --time, "
+        "one.",
+    ),
+]
 Cells = Annotated[int | None, typer.Option(metavar="N", help="Depth of the network. Default: set by the recipe.")]
 Channels = Annotated[
     int | None, typer.Option(metavar="N", help="Initial width of the network. Default: set by the recipe.")

@@ -8,15 +8,26 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
+from rich.console import Console
 
 from softcell import api
 from softcell.app import jobs
-from softcell.app.baseline import draw_random, missed_budget, random_baseline, with_budget, within_budget
+from softcell.app.baseline import (
+    FOUND,
+    Baseline,
+    draw_random,
+    missed_budget,
+    random_baseline,
+    train_with_random,
+    with_budget,
+    within_budget,
+)
 from softcell.app.cli import options as o
 from softcell.app.cli import output
 from softcell.app.cli.output import command, console, print_fields
 from softcell.app.cli.search import check_at_once, resumed_folder
-from softcell.app.progress import Display, seed_listeners
+from softcell.app.process import explain_failure
+from softcell.app.progress import Display, listener_beside, seed_listeners
 from softcell.app.report.trackers import Tracking
 from softcell.arch import Genotype
 from softcell.engine import RunFolder
@@ -27,7 +38,8 @@ from softcell.errors import UserError
 from softcell.evaluate import TrainRecipe
 from softcell.evaluate.teacher import resolve_teacher, stored_teacher, train_teacher
 from softcell.recipes import check_trainable, train_recipe, train_seeds_recipe
-from softcell.text import clock, parse_time, percent
+from softcell.seeds import num_sharing
+from softcell.text import clock, count_of, parse_time, percent
 
 commands = typer.Typer()
 
@@ -83,7 +95,7 @@ def train(
     channels: o.Channels = None,
     seed: o.Seed = None,
     seeds: o.Seeds = None,
-    at_once: o.AtOnce = None,
+    at_once: o.AtOnceTraining = None,
     from_: Annotated[
         str | None,
         typer.Option(
@@ -100,7 +112,7 @@ def train(
             metavar="N",
             min=0,
             help="Also train N random architectures of the space with the same recipe and seed (in OUT/random-1, ...) "
-            "and compare them.",
+            "and compare them. All share a GPU (--at-once).",
         ),
     ] = 0,
     out: Annotated[
@@ -148,14 +160,15 @@ def train(
             quiet=quiet,
             track=track,
         )
-    if at_once is not None:
-        raise UserError(f"--at-once {at_once} requires --seeds K")
+    if at_once is not None and not random:
+        raise UserError(f"--at-once {at_once} requires --seeds K or --random N")
     return run_train(
         o.from_stdin(genotype),
         given,
         config,
         out,
         random=random,
+        at_once=at_once,
         resume=resume,
         overwrite=overwrite,
         quiet=quiet,
@@ -214,12 +227,14 @@ def run_train(
     out: Path | None,
     *,
     random: int,
+    at_once: int | None = None,
     resume: bool,
     overwrite: bool,
     quiet: bool,
     track: Sequence[str] = (),
 ) -> int:
-    """Trains the architecture, then the random ones, and compares them."""
+    """Trains the architecture and the random ones, on a GPU at the same time, and compares them."""
+    check_at_once(at_once)
     chosen, recipe = train_recipe(genotype, given, config=config, resume_from=out if resume else None)
     if not resume:
         check_trainable(chosen, recipe)
@@ -241,6 +256,24 @@ def run_train(
             f"train {chosen.space} network, recipe {recipe.recipe}, data {recipe.data}, "
             f"{_length(recipe)}seed {recipe.seed}: {folder}"
         )
+        if at_once is not None and world.size > 1:
+            raise UserError(f"--at-once {at_once} needs one process, but torchrun started {world.size}; leave it out")
+        together = num_sharing(1 + random, world.device, at_once, recipe.time)
+        if random and together > 1 and world.size == 1:
+            return _train_sharing(
+                screen,
+                heading,
+                chosen,
+                others,
+                recipe,
+                folder,
+                together=together,
+                at_once=at_once,
+                resume=resume,
+                overwrite=overwrite,
+                quiet=quiet,
+                track=track,
+            )
         with Display(screen, heading, quiet) as display, Tracking(track, folder, display) as listener:
             result = jobs.train(chosen, recipe, folder, resume=resume, overwrite=overwrite, on_event=listener)
         again = ["train", "--resume", str(folder), *(["--random", str(random)] if random else [])]
@@ -275,6 +308,51 @@ def run_train(
         return baseline.exit_code
     output.show_comparison(screen, result, baseline)
     return 0
+
+
+def _train_sharing(
+    screen: Console,
+    heading: str,
+    found: Genotype,
+    others: Sequence[Genotype],
+    recipe: TrainRecipe,
+    folder: Path,
+    *,
+    together: int,
+    at_once: int | None,
+    resume: bool,
+    overwrite: bool,
+    quiet: bool,
+    track: Sequence[str],
+) -> int:
+    """`run_train` with random architectures that share the device with the found one."""
+    if not quiet:
+        screen.print(f"{heading}, with {count_of(len(others), 'random architecture')}", highlight=False)
+        if (within := within_budget(found)) is not None:
+            screen.print(f"random architectures are sampled within the budget of the search: {within}", markup=False)
+    with Display(screen, heading, quiet) as display, ExitStack() as tracked:
+        ran = train_with_random(
+            found,
+            others,
+            recipe,
+            folder,
+            at_once=together,
+            resume=resume,
+            overwrite=overwrite,
+            on_event=lambda name, place: listener_beside(display, name, place, track, tracked),
+        )
+    result = ran.results.get(FOUND)
+    if result is not None and not result.exit_code:
+        output.show_training(screen, result, RunFolder.open(folder).manifest["results"])
+    for name, error in ran.errors.items():
+        print_fields(screen, **{name: f"failed: {explain_failure(error) or error}"})
+    if any(one.exit_code for one in ran.results.values()):
+        shared = () if at_once is None else ("--at-once", str(at_once))
+        output.interrupted(screen, "train", "--resume", str(folder), "--random", str(len(others)), *shared)
+    elif result is not None and not ran.errors:
+        random = [one for name, one in ran.results.items() if name != FOUND]
+        output.show_comparison(screen, result, Baseline(random, result.split, 0))
+    return ran.exit_code
 
 
 def _length(recipe: TrainRecipe) -> str:
