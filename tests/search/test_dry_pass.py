@@ -17,7 +17,7 @@ from softcell.engine.capture import CapturedStep
 from softcell.engine.checkpoint import load_latest
 from softcell.engine.session import open_session
 from softcell.engine.task import Event, Note, Stepped
-from softcell.search import dry_pass, resolve, search
+from softcell.search import SearchRecipe, dry_pass, resolve, search
 from softcell.search.build import build_task
 from softcell.search.task import SearchTask
 from tests.helpers.engine_launch import on_ranks
@@ -80,10 +80,19 @@ def outcome(folder: Path) -> tuple[dict[str, Any], Any]:
     return {**remains(folder), "records": records}, {key: loaded.state[key] for key in ("task", "rng", "epoch", "step")}
 
 
-def recipe_of(case: str, data: Path) -> Any:
+def recipe_of(case: str, data: Path) -> SearchRecipe:
     space, changes = CASES[case]
     sizes = {"space_settings": THREE_EDGES} if space == "nb201" else {}
     return resolve(settings(space, data, epochs=2, **{**sizes, **changes}))
+
+
+def assert_equals_one_without(recipe: SearchRecipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The search in `with` ended in the same state as one without a dry pass."""
+    monkeypatch.setattr(dry_pass, "_launches_kernels", lambda task: False)
+    search(recipe, tmp_path / "without")
+    (given, state), (expected, before) = outcome(tmp_path / "with"), outcome(tmp_path / "without")
+    assert given == expected
+    assert same(state, before)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -93,11 +102,7 @@ def test_a_search_with_a_dry_pass_equals_one_without(
     recipe = recipe_of(case, data)
     search(recipe, tmp_path / "with")
     assert len(rehearsals) == 1, "one dry pass, before the first step"
-    monkeypatch.setattr(dry_pass, "_launches_kernels", lambda task: False)
-    search(recipe, tmp_path / "without")
-    (given, state), (expected, before) = outcome(tmp_path / "with"), outcome(tmp_path / "without")
-    assert given == expected
-    assert same(state, before)
+    assert_equals_one_without(recipe, tmp_path, monkeypatch)
 
 
 def test_so_does_one_that_is_resumed_within_an_epoch(
@@ -112,11 +117,7 @@ def test_so_does_one_that_is_resumed_within_an_epoch(
     assert search(recipe, tmp_path / "with", on_event=strike).genotype is None
     search(recipe, tmp_path / "with", resume=True)
     assert len(rehearsals) == 2
-    monkeypatch.setattr(dry_pass, "_launches_kernels", lambda task: False)
-    search(recipe, tmp_path / "without")
-    (given, state), (expected, before) = outcome(tmp_path / "with"), outcome(tmp_path / "without")
-    assert given == expected
-    assert same(state, before)
+    assert_equals_one_without(recipe, tmp_path, monkeypatch)
 
 
 def test_a_dry_pass_that_fails_is_reported_and_changes_nothing(
@@ -139,11 +140,7 @@ def test_a_dry_pass_that_fails_is_reported_and_changes_nothing(
         "kernels were not compiled in parallel (RuntimeError: out of memory); they are compiled on first use, "
         "one by one"
     ]
-    monkeypatch.setattr(dry_pass, "_launches_kernels", lambda task: False)
-    search(recipe, tmp_path / "without")
-    (given, state), (expected, before) = outcome(tmp_path / "with"), outcome(tmp_path / "without")
-    assert given == expected
-    assert same(state, before)
+    assert_equals_one_without(recipe, tmp_path, monkeypatch)
 
 
 def test_a_rank_makes_its_dry_pass_without_the_others(tmp_path: Path) -> None:

@@ -209,6 +209,11 @@ def set_rng_state(state: dict[str, Any], device: torch.device) -> None:
         torch.mps.set_rng_state(state["mps"].cpu())
 
 
+def forked_rng(device: torch.device) -> AbstractContextManager[None]:
+    """Restores the random state of the CPU and of `device` at the end of the block."""
+    return torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])
+
+
 class Interrupt:
     """Turns Ctrl-C and a scheduler's SIGTERM into a flag that the loop reads between two steps.
 

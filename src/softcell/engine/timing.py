@@ -19,7 +19,7 @@ import torch
 
 from softcell.engine.capture import WARMUP
 from softcell.engine.distributed import World, agree
-from softcell.engine.session import set_threads, usable_cores
+from softcell.engine.session import forked_rng, set_threads, usable_cores
 from softcell.engine.task import Task
 from softcell.files import atomic_write_text
 
@@ -233,7 +233,7 @@ def choose_precision(job: str, world: World, make: Callable[[str], Task], notify
         return "float32"
     times = {}
     for precision in CANDIDATES:
-        with torch.random.fork_rng(devices=[world.device]):
+        with forked_rng(world.device):
             times[precision] = time_steps(make(precision), world.device)
         torch.cuda.empty_cache()
     chosen = "bfloat16" if times["bfloat16"] * GAIN < times["float32"] else "float32"
@@ -306,9 +306,8 @@ def seconds_per_step(task: Task, world: World, most: float) -> float:
 
     The random numbers that it draws are given back. On a CPU, steps are timed for about `most` seconds at most.
     """
-    devices = [world.device] if world.device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices):
-        if devices:
+    with forked_rng(world.device):
+        if world.device.type == "cuda":
             found = time_steps(task, world.device)
         else:
             task.begin_epoch(0)

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from softcell.arch import Mix
 from softcell.data.batches import Draft
 from softcell.engine.metrics import Tally
+from softcell.engine.session import forked_rng
 from softcell.kernels.backend import has_triton
 from softcell.kernels.shared import without_exchange
 from softcell.kernels.warm_up import is_enabled, warm_up_by_run
@@ -78,7 +79,7 @@ def without_effects(task: SearchTask) -> Iterator[None]:
     kept = _Values([module for module in modules if module is not None], state.objective.gauges().values())
     task.step_state, task.tally = Unlearning.of(state), Tally(device)
     try:
-        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), without_exchange():
+        with forked_rng(device), without_exchange():
             yield
     finally:
         task.step_state, task.tally = state, tally

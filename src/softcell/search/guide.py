@@ -14,7 +14,7 @@ from torch.func import functional_call
 
 from softcell.data import Batch
 from softcell.engine.distributed import World, average_, sum_
-from softcell.engine.session import Session
+from softcell.engine.session import Session, forked_rng
 from softcell.errors import UserError
 from softcell.kernels.backend import twins_only
 from softcell.methods import Method
@@ -199,7 +199,7 @@ def probe(
     """
     weights = [p for p in network.parameters() if p.requires_grad]
     norms: list[Tensor] = []
-    with torch.random.fork_rng(devices=[world.device] if world.device.type == "cuda" else []):
+    with forked_rng(world.device):
         for batch in islice(batches, PROBED):
             loss = _Parts(objective, network, bound)
             buffers = {f"network.{name}": b.clone() for name, b in network.named_buffers()}

@@ -22,6 +22,7 @@ from softcell.data import Batch, Batches
 from softcell.engine.capture import once
 from softcell.engine.distributed import average_, sum_
 from softcell.engine.metrics import Meter
+from softcell.engine.session import forked_rng
 from softcell.methods import Method, Pass
 from softcell.nn.objective import Guided, Objective
 from softcell.search.budget import Budget
@@ -161,9 +162,8 @@ class ValidationMeter(EpochMeter):
     def measure(self, task: SearchTask, epoch: Epoch) -> dict[str, Any]:
         if not epoch.is_validated:
             return {}
-        device = task.world.device
         # The sampled mix and candidates such as `noise` draw random numbers: a search must not depend on them.
-        with torch.no_grad(), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        with torch.no_grad(), forked_rng(task.world.device):
             metrics = self._validated(task, epoch.is_last)
         text = overfit_warning(
             epoch.metrics.get("train_accuracy"), metrics.get("val_accuracy"), is_recalibrated=RECALIBRATED in metrics

@@ -38,6 +38,7 @@ from softcell.engine.distributed import World, on_main
 from softcell.engine.metrics import Measured, measure
 from softcell.engine.optim import apply_gradients, load_optimiser, rate_at, set_lr, sgd
 from softcell.engine.reduce import gradients_of
+from softcell.engine.session import forked_rng
 from softcell.errors import UserError
 from softcell.kernels.shared import norms_of
 from softcell.methods import Method
@@ -174,8 +175,7 @@ class PerturbationSelection:
         A selection that was interrupted continues after the latest round in `folder`, with the same result.
         """
         file, origin = folder / FILE, self._origin()
-        device = self._world.device
-        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), self._weights_kept():
+        with forked_rng(self._world.device), self._weights_kept():
             self._supernet.drop_path.set_fraction((self._recipe.epochs - 1) / self._recipe.epochs)
             first = self._restore(file, origin)
             for number in range(first, len(self._rounds)):

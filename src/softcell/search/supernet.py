@@ -33,7 +33,7 @@ from softcell.engine.capture import MAX_GRAPHS, CapturedStep, Engine, prepare_st
 from softcell.engine.checkpoint import check_identity, identity_of, load_latest
 from softcell.engine.distributed import World
 from softcell.engine.metrics import Measured, Meter, measure
-from softcell.engine.session import Session, computing_in, place
+from softcell.engine.session import Session, computing_in, forked_rng, place
 from softcell.errors import UserError
 from softcell.files import atomic_write_bytes
 from softcell.methods import METHODS, Method
@@ -237,7 +237,7 @@ def _training_without_drops(supernet: Supernet) -> Iterator[None]:
     for drop in drops:
         drop.set_fraction(0.0)
     try:
-        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        with forked_rng(device):
             yield
     finally:
         supernet.train(was_training)
@@ -334,8 +334,7 @@ def draw_reconstructions(task: SearchTask, dataset: Dataset, chosen: Tensor, ses
     images = normalise(raw.to(session.device), dataset.mean, dataset.std, session.dtype)
     task.supernet.eval()
     objective.eval()
-    forked = torch.random.fork_rng(devices=[session.device] if session.device.type == "cuda" else [])
-    with forked, computing_in(task.recipe.precision, session.device):  # as it was searched
+    with forked_rng(session.device), computing_in(task.recipe.precision, session.device):  # as it was searched
         torch.manual_seed(0)
         hidden = draw_masks(images)
         imagined = objective.rebuild(Bound(task.supernet, task.method.relax()), images, hidden).to(images.dtype)
