@@ -44,6 +44,7 @@ LABELS = {
     "random": "random search, 10 cells of 10 epochs",
     "evolution": "regularised evolution, 10 cells of 10 epochs",
     "zero-cost": "zero-cost search, SynFlow",
+    "naswot": "zero-cost search, NASWOT",
     "gdas-released": "GDAS with the released code's gradient",
     "gdas-250": "GDAS, the authors' recipe: released gradient, 250 epochs",
     "beta-darts-100": "β-DARTS, the authors' recipe: 100 epochs",

@@ -76,6 +76,7 @@ ARMS: dict[str, dict[str, Any]] = {
     "random": {"epochs": 10, "method_settings": {"samples": 10}},
     "evolution": {"epochs": 10, "method_settings": {"population": 4, "tournament": 2, "samples": 10}},
     "zero-cost": {},
+    "naswot": {"method": "zero-cost", "method_settings": {"proxy": "naswot"}},
     "gdas-released": {"method": "gdas", "method_settings": {"unsampled": "constant"}},
     "gdas-250": {
         "method": "gdas",
@@ -109,7 +110,7 @@ ON_REQUEST = (*AUTHORS, *READINGS)
 RANKED_BY = "cifar10_test"
 """The accuracies that indicators are compared with, and those over the seconds of a search."""
 
-SEPARATE = ("random", "evolution", "zero-cost")
+SEPARATE = ("random", "evolution", "zero-cost", "naswot")
 """Arms without a supernet: they take the data's split and batch size from the recipe, not its length."""
 
 PUBLISHED = {
