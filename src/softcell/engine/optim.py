@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
@@ -58,14 +59,17 @@ def _owned(gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
 
     Disjoint parts of one buffer, as fused cells return them, are not copied: that would cost a launch per weight.
     """
+    storages = [None if g is None or not g.numel() else g.untyped_storage().data_ptr() for g in gradients]
+    sharing = Counter(storages)
     taken: dict[int, list[tuple[int, int]]] = {}  # by storage, in order
     result: list[Tensor | None] = []
-    for gradient in gradients:
-        if gradient is not None and gradient.numel():
-            spans = taken.setdefault(gradient.untyped_storage().data_ptr(), [])
+    for gradient, storage in zip(gradients, storages, strict=True):
+        # Nearly all gradients on a CPU have their own storage, and steps of small networks would notice more Python.
+        if gradient is not None and storage is not None and (sharing[storage] > 1 or 0 in gradient.stride()):
             strides = [(n - 1, step) for n, step in zip(gradient.shape, gradient.stride(), strict=True) if n > 1]
             first = int(gradient.storage_offset())
             span = (first, first + 1 + sum(last * step for last, step in strides))
+            spans = taken.setdefault(storage, [])
             place = bisect(spans, span)
             meets = any(one[0] < span[1] and span[0] < one[1] for one in spans[max(0, place - 1) : place + 1])
             if meets or any(step == 0 for _, step in strides):
