@@ -71,14 +71,16 @@ def _windows(
 
 @triton.jit(do_not_specialize=["measured"])
 def _stage_lines(
-    x_ptr, w_ptr, depth_ptr, y_ptr, partial_ptr, jobs_ptr, TALL: tl.constexpr, WIDE: tl.constexpr,
-    HEIGHT: tl.constexpr, WIDTH: tl.constexpr, x_size, y_size, measured, C: tl.constexpr, PITCH: tl.constexpr,
-    WEIGHTS: tl.constexpr, COLUMNS: tl.constexpr, SIZE: tl.constexpr, DILATION: tl.constexpr, SITES: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STATS: tl.constexpr, PRECISION: tl.constexpr,
+    x_ptr, w_ptr, depth_ptr, y_ptr, partial_ptr, kept_ptr, jobs_ptr, TALL: tl.constexpr, WIDE: tl.constexpr,
+    HEIGHT: tl.constexpr, WIDTH: tl.constexpr, x_size, y_size, kept_size, measured, C: tl.constexpr,
+    PITCH: tl.constexpr, WEIGHTS: tl.constexpr, COLUMNS: tl.constexpr, SIZE: tl.constexpr, DILATION: tl.constexpr,
+    SITES: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STATS: tl.constexpr, KEEPS: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """`_stages` where nothing strides, lines come in fours and all windows have one size: SITES of four pixels each.
 
-    The pixels of a site lie below each other. DILATION: that of all windows, 0 where it is 1 or 2.
+    The pixels of a site lie below each other. DILATION: that of all windows, 0 where it is 1 or 2. KEEPS: depthwise
+    results are written, too, dense [jobs, rows, PITCH].
     """
     job = jobs_ptr + tl.program_id(1) * 11
     source, dilation, shift = tl.load(job), tl.load(job + 1), tl.load(job + 2)
@@ -118,6 +120,13 @@ def _stage_lines(
             )  # fmt: skip
         weight = tl.load(w_ptr + matrix + (n * C)[None, :] + k[:, None], mask=n_ok[None, :] & k_ok[:, None], other=0.0)
         weight = weight.to(kind)
+        if KEEPS:
+            row = (image * HEIGHT + line) * WIDTH + w
+            to = kept_ptr + tl.program_id(1).to(tl.int64) * kept_size + (row * PITCH)[:, None] + k[None, :]
+            tl.store(to, t0.to(kind), mask=mask[None, :])
+            tl.store(to + WIDTH * PITCH, t1.to(kind), mask=mask[None, :])
+            tl.store(to + 2 * WIDTH * PITCH, t2.to(kind), mask=mask[None, :])
+            tl.store(to + 3 * WIDTH * PITCH, t3.to(kind), mask=mask[None, :])
         y0 = tl.dot(t0.to(kind), weight, y0, input_precision=PRECISION)
         y1 = tl.dot(t1.to(kind), weight, y1, input_precision=PRECISION)
         y2 = tl.dot(t2.to(kind), weight, y2, input_precision=PRECISION)

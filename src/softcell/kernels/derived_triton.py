@@ -13,10 +13,19 @@ from softcell.kernels.derived import NONE, consumers
 from softcell.kernels.derived_flat_triton import _pull_lines
 from softcell.kernels.derived_forward_triton import _add_up, _pools, _start
 from softcell.kernels.derived_gradient_triton import _gather, _lower, _pulls
-from softcell.kernels.derived_layout_triton import Lowered, Pass, _stages_of, at_most, overridden
+from softcell.kernels.derived_layout_triton import (
+    MULTIPROCESSORS,
+    Lowered,
+    Pass,
+    _stages_of,
+    at_most,
+    border_of,
+    overridden,
+)
 from softcell.kernels.derived_lines_triton import _gather_lines
 from softcell.kernels.derived_stages_triton import Stages
 from softcell.kernels.derived_sums_triton import _known_moments, arrival_sums, finish_slopes, measure
+from softcell.kernels.derived_tiles_triton import _lower_tiles
 from softcell.kernels.derived_weights_triton import WeightGradients
 from softcell.kernels.schedule import Name, Schedule
 
@@ -31,6 +40,8 @@ class Forward(Stages):
         p, c = self.program, self.c
         self.allocate()
         self.schedule.new("winners", p.slots * self.rows * c, torch.uint8)
+        if self.blocks.weight_factors == 1 and self.numbers:
+            self.schedule.new("depthwise", len(self.numbers) * self.rows * self.pitch, self.dtype)
         self.begin()
         early = partial = None
         if not self.form.known:
@@ -196,37 +207,86 @@ class Backward(Pass):
 
     def _lower_and_weigh(self, stages, x):
         """∂ of the depthwise results [stages, n, h' + 2 border, w' + 2 border, c]; and the gradients of weights."""
-        p, c = self.program, self.c
-        with self.beside():  # only gradients of weights read it
-            read = self._activated(stages, x)
-        pixels = self.n * (self.out_height + 2 * read.border) * (self.out_width + 2 * read.border)
-        size, block = pixels * self.pitch, self.blocks.lower_rows
+        c = self.c
+        factors, read, border = self.by_factors(stages), None, border_of(stages)
+        if not factors or self.blocks.weight_factors == 2:
+            with self.beside():  # only gradients of weights read it
+                read = self._activated(stages, x)
+        pixels = self.n * (self.out_height + 2 * border) * (self.out_width + 2 * border)
+        size = pixels * self.pitch
         to = self.temporary(len(stages) * size, self.dtype)
         dy = self.temporary(len(stages) * self.rows * self.pitch, self.dtype)
+        lowered = Lowered(to, size, border)
+        if self.blocks.lower_tiles and c <= 256 and all(s.width == c for s in stages):
+            self._lower_tiles(stages, lowered, dy, pixels - self.rows)
+        else:
+            self._lower(stages, lowered, dy, pixels - self.rows)
+        with self.beside():
+            if factors:
+                dense = self._depthwise_results(stages, read)
+                self.weights.add_by_factors(stages, x, dense, dy, lowered)
+                if read is not None:
+                    self.schedule.free(dense.tensor)
+            else:
+                self.weights.add(stages, read, dy, (self.out_height, self.out_width), self.rows)
+        self.schedule.free(*((dy,) if read is None else (read.tensor, dy)))
+        return lowered
+
+    def _lower_tiles(self, stages, lowered, dy, outside):
+        """∂y of stages, and ∂ of the depthwise results; `outside` counts the pixels of a border."""
+        b, c = self.blocks, self.c
+        pulled = c > b.tile_pulled
+        aligned = self.out_height * self.out_width % b.lower_rows == 0 and b.lower_rows % self.out_width == 0
+        block_k = min(b.lower_inner, padded(c)) if pulled else padded(c)
+        if pulled:
+            self._pull(stages, self.gradient, self.buffer, dy, (self.out_height, self.out_width), self.form.drops)
+        jobs = tuple(
+            (*self._pull_fields(s.plane), s.matrix // self.weights_unit, i, first // 16)
+            for i, s in enumerate(stages)
+            for first in range(0, c, block_k)
+        )
+        programs = min(triton.cdiv(self.rows, b.lower_rows), max(1, MULTIPROCESSORS * b.tile_programs // len(jobs)))
+        self.schedule.launch(
+            _lower_tiles, (programs + triton.cdiv(outside, b.lower_rows), len(jobs)), self.gradient, self.buffer,
+            self.parameters, self._scales(), self.slopes, lowered.tensor, dy, self.schedule.table(jobs), self.rows,
+            programs, self.n, size=self.rows * c, planes=self.program.planes, HEIGHT=self.out_height,
+            WIDTH=self.out_width, BORDER=lowered.border, to_size=lowered.size, dy_size=self.rows * self.pitch, C=c,
+            PITCH=self.pitch, WEIGHTS=self.weights_unit, BLOCK_M=b.lower_rows, BLOCK_N=padded(c), BLOCK_K=block_k,
+            STAGES=b.tile_stages, PULLED=pulled, ALIGNED=aligned, DROPS=self.form.drops, PRECISION=self.precision,
+            num_warps=b.lower_warps, **at_most(b.tile_registers),
+        )  # fmt: skip
+
+    def _lower(self, stages, lowered, dy, outside):
+        """The same, a program for each block of rows and channels."""
+        p, c, border, block = self.program, self.c, lowered.border, self.blocks.lower_rows
         block_k = min(self.blocks.lower_inner, padded(c))
         apart = self._pull_dense(
             stages, self.gradient, self.buffer, dy, (self.out_height, self.out_width), self.form.drops
         )
         jobs = tuple(
             (*self._pull_fields(s.plane, s.column), s.matrix // self.weights_unit, s.width // self.columns_unit, i,
-             first // 16, read.border)
+             first // 16, border)
             for i, s in enumerate(stages)
             for first in range(0, s.fan_in, block_k)
         )  # fmt: skip
-        border = triton.cdiv(pixels - self.rows, block)
         self.schedule.launch(
-            _lower, (triton.cdiv(self.rows, block) + border, len(jobs)), self.gradient, self.buffer, self.parameters,
-            self._scales(), self.slopes, to, to, dy, self.schedule.table(jobs), self.rows, size=self.rows * c,
-            planes=p.planes, HEIGHT=0, WIDTH=0, OUT_HEIGHT=self.out_height, OUT_WIDTH=self.out_width,
-            BORDER=read.border, to_size=size, dy_size=self.rows * self.pitch, C=c, FAN_IN=c, PITCH=self.pitch,
-            DY_PITCH=self.pitch, WEIGHTS=self.weights_unit, COLUMNS=self.columns_unit, STRIDE=1, BLOCK_M=block,
-            BLOCK_K=block_k, EXTERNAL=False, PRECISION=self.precision, num_warps=self.blocks.lower_warps,
-            **apart, **at_most(self.blocks.lower_registers), **self._drops(),
+            _lower, (triton.cdiv(self.rows, block) + triton.cdiv(outside, block), len(jobs)), self.gradient,
+            self.buffer, self.parameters, self._scales(), self.slopes, lowered.tensor, lowered.tensor, dy,
+            self.schedule.table(jobs), self.rows, size=self.rows * c, planes=p.planes, HEIGHT=0, WIDTH=0,
+            OUT_HEIGHT=self.out_height, OUT_WIDTH=self.out_width, BORDER=border, to_size=lowered.size,
+            dy_size=self.rows * self.pitch, C=c, FAN_IN=c, PITCH=self.pitch, DY_PITCH=self.pitch,
+            WEIGHTS=self.weights_unit, COLUMNS=self.columns_unit, STRIDE=1, BLOCK_M=block, BLOCK_K=block_k,
+            EXTERNAL=False, PRECISION=self.precision, num_warps=self.blocks.lower_warps, **apart,
+            **at_most(self.blocks.lower_registers), **self._drops(),
         )  # fmt: skip
-        with self.beside():
-            self.weights.add(stages, read, dy, (self.out_height, self.out_width), self.rows)
-        self.schedule.free(read.tensor, dy)
-        return Lowered(to, size, read.border)
+
+    def _depthwise_results(self, stages, read):
+        """Those of the forward pass; computed again where what it read is given."""
+        if read is None:
+            return self.dense(stages, self.depthwise, self.numbers[stages[0]])
+        to = self.temporary(len(stages) * self.rows * self.pitch, self.dtype)
+        self.depthwise_lines(stages, read, to)
+        return self.dense(stages, to)
 
     def _pull_dense(self, stages, gradient, y, dy, size, drops):
         """Has ∂y of stages written ahead of `_lower` where that is chosen; returns what `_lower` is to know of it."""
@@ -235,13 +295,17 @@ class Backward(Pass):
         known = {"PULLED": bool(b.lower_apart), "WHOLE": self.columns_unit == c, "BLOCK_N": depth}
         if not b.lower_apart:
             return known | {"num_stages": 1}
+        self._pull(stages, gradient, y, dy, size, drops)
+        return known | {"num_stages": 1 if depth >= c else b.lower_stages}
+
+    def _pull(self, stages, gradient, y, dy, size, drops):
+        """Has ∂y of stages written."""
         self.schedule.launch(
             _pull_lines, self.flat_grid(self.n * size[0], len(stages), size[1] * self.pitch), gradient, y,
             self._scales(), self.slopes, dy, self.schedule.table(tuple(self._pull_fields(s.plane) for s in stages)),
-            self.n, *size, self._plane_size(y), self.program.planes, size[0] * size[1] * self.n * self.pitch, C=c,
+            self.n, *size, self._plane_size(y), self.program.planes, size[0] * size[1] * self.n * self.pitch, C=self.c,
             PITCH=self.pitch, DROPS=drops, **self._flat(),
         )  # fmt: skip
-        return known | {"num_stages": 1 if depth >= c else b.lower_stages}
 
     def _gather(self, sources, stages, pools, lowered, x, dx, *, adds, stats):
         p, c = self.program, self.c
@@ -377,7 +441,14 @@ def backward_schedule(program, form, device):
 def _scheduled(kind, program, form, device, _):
     names = ("parameters", "running", "factors", "state", "depths")
     given = {"winners": torch.uint8, **dict.fromkeys(names, torch.float32)}
-    own = ("given", "buffer", "given_gradient", "buffer_gradient", *(f"input{i}" for i in range(program.inputs)))
+    own = (
+        "given",
+        "buffer",
+        "depthwise",
+        "given_gradient",
+        "buffer_gradient",
+        *(f"input{i}" for i in range(program.inputs)),
+    )
     schedule = Schedule(device, given | dict.fromkeys(own, form.dtype))
     kind(program, form, schedule).plan()
     return schedule
