@@ -164,13 +164,24 @@ class TestBlocks:
         errors = {name: relative(a, b) for name, a, b in zip(OUTCOMES, mine, theirs, strict=True)}
         assert all(error <= 1e-5 for error in errors.values()), errors
 
+    def test_pools_that_stride_are_read_by_windows(self, nan_memory: None, monkeypatch: pytest.MonkeyPatch) -> None:
+        torch.manual_seed(0)
+        cell = Cell(5, 2, older_is_larger=False, pool_norm=True).to(DEVICE)
+        given = states(2, (7, 6), older_is_larger=False)
+        found = []
+        for together in (0, 1):
+            monkeypatch.setattr(triton_kernels("derived_layout"), "OVERRIDES", {"gather_together": together})
+            found.append(outcomes(cell.plan(), given, torch.float32, plain=False, training=True))
+        for name, a, b in zip(OUTCOMES, *found, strict=True):
+            assert torch.equal(a, b), name
+
     @pytest.mark.parametrize(
         "settings",
         [
             {},
             {"gather_groups": 2, "gather_flat": 16},
             {"gather_groups": 0, "stage_lines": 1},
-            {"weight_factors": 1, "lower_tiles": 1, "point_tiles": 1},
+            {"weight_factors": 1, "lower_tiles": 1, "point_tiles": 1, "gather_together": 1},
             {
                 "weight_factors": 1,
                 "stage_lines": 1,

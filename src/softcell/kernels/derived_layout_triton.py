@@ -62,9 +62,10 @@ class Blocks:
     depth_programs: int = 1056  # of it, where there are lines for so many: eight for each multiprocessor
     gather_rows: int = 64
     gather_warps: int = 4
-    gather_registers: int = 0
+    gather_registers: int = 0  # by lines
     gather_groups: int = 8  # groups of four lines, where nothing strides and windows have one size; 0: pixel by pixel
     gather_flat: int = 64  # values of a line in a block of such groups; fewer than threads, or weights take detours
+    gather_together: bool = False  # what is added to windows is loaded for four lines, or for a pool's taps, at once
     activate_lines: bool = True  # line by line
     flat_lines: int = 32  # lines that elementwise kernels handle, and values of each
     flat: int = 64

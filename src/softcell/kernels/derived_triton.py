@@ -348,12 +348,16 @@ class Backward(Pass):
         )  # fmt: skip
         sizes = (self.n, self._plane_size(x), self.rows * c, lowered.size, p.planes, len(sources))
         common = {"C": c, "PITCH": self.pitch, "SIZE": size, "DROPS": self.form.drops, "POOLED": bool(pools)}
-        common |= {"STATS": partial is not None, "num_warps": self.blocks.gather_warps}
-        common |= at_most(self.blocks.gather_registers)
+        common |= {
+            "STATS": partial is not None,
+            "TOGETHER": bool(self.blocks.gather_together),
+            "num_warps": self.blocks.gather_warps,
+        }
         if by_lines:
             self.schedule.launch(
                 _gather_lines, grid, *tensors, height, width, lowered.border, *sizes, GROUPS=groups,
-                DILATION=dilations.pop() if len(dilations) == 1 else 0, FLAT=self.blocks.gather_flat, **common,
+                DILATION=dilations.pop() if len(dilations) == 1 else 0, FLAT=self.blocks.gather_flat,
+                **at_most(self.blocks.gather_registers), **common,
             )  # fmt: skip
         else:
             self.schedule.launch(
