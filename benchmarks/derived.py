@@ -59,11 +59,17 @@ CHANGES: dict[str, dict[str, int]] = {
     "one stream": {"beside": 0},  # gradients of weights between those of planes instead of beside them
     "rows 22 to 25": NEXT,
     "rows 22 to 25, memory as before": NEXT | {"weight_factors": 2},
-    "rows 22, 23 and 25, stage lines 1": NEXT | {"stage_lines": 1},
+    "rows 22, 23 and 25, stage lines 1": NEXT | {"point_tiles": 0, "stage_lines": 1},
     "row 22": {"weight_factors": 1},  # gradients of matrices and depthwise kernels by themselves, from kept results
     "row 23": {"lower_tiles": 1},
     "row 24": {"point_tiles": 1},
     "row 25": GATHER,
+    "rows 22 to 25, tile programs 2": NEXT | {"tile_programs": 2},
+    "rows 22 to 25, tile programs 16": NEXT | {"tile_programs": 16},
+    "rows 22 to 25, registers as needed": NEXT | {"gather_registers": 0},
+    "rows 22 to 25, depth programs 528": NEXT | {"depth_programs": 528},
+    "rows 22 to 25, one stream": NEXT | {"beside": 0},
+    "sums elements 2048": {"sums_elements": 2048},  # twice as many loads under way in `_arrival_sums`
     "stage lines 1": {"stage_lines": 1},  # depthwise convolutions and matrices in one kernel
     "stages by pixels": {"stage_lines": 0},
     "lower at once": {"lower_apart": 0, "lower_inner": 64},  # gradients before norms within `_lower`

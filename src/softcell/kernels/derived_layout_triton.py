@@ -35,7 +35,7 @@ class Blocks:
     stage_lines: int = 2  # where nothing strides, four lines at a time: 1 in one kernel, 2 depthwise and matrix apart
     point_tiles: bool = False  # where these are apart, programs of matrices go through blocks of rows
     point_tile_stages: int = 3
-    point_tile_programs: int = 2  # of a multiprocessor
+    point_tile_programs: int = 2  # for a multiprocessor: as many as fit
     product_sums: bool = True  # statistics by tensor cores
     lower_rows: int = 128
     lower_depth: int = 32
@@ -50,7 +50,7 @@ class Blocks:
     tile_pulled: int = 128  # up to so many channels they write gradients before norms, too
     tile_stages: int = 3  # loads under way there
     tile_registers: int = 128
-    tile_programs: int = 4  # of a multiprocessor
+    tile_programs: int = 8  # for a multiprocessor: two waves, since gradients of weights hold some of them
     weight_rows: int = 64
     weight_side: int = 128  # most columns of either side
     weight_stages: int = 3
@@ -91,7 +91,8 @@ def blocks_for(channels):
     cache, where neighbouring taps meet, if loads are not staged (row 16). Kernels with few registers and one purpose
     are preferred to those that save a pass over memory (rows 18 and 19), though stages in one kernel were faster at 36
     and 72 channels; that form is not compared in bfloat16 yet. Partial sums of weights have 70 splits or more at 36
-    channels, where 64 are added at a time, and mostly 17 or 4 at 72 and 144, where 8 are (row 21).
+    channels, where 64 are added at a time, and mostly 17 or 4 at 72 and 144, where 8 are (row 21). What rows 22 to 25
+    predict is not measured, so `weight_factors`, `lower_tiles`, `point_tiles` and `gather_together` are off.
     """
     if channels <= 48 and -channels % 32 > channels // 3:
         found = Blocks(stage_depth=16, stage_warps=4, lower_rows=64, lower_warps=4, weight_stages=1)
@@ -100,7 +101,7 @@ def blocks_for(channels):
     else:
         found = Blocks(
             stage_rows=64, point_depth=32, point_tile_stages=3 if channels <= 128 else 2, lower_rows=64,
-            lower_pulled=32, tile_stages=2, tile_programs=2, splits_block=256,
+            lower_pulled=32, tile_stages=2, tile_programs=3, splits_block=256,
         )  # fmt: skip
     return replace(found, **({"lower_inner": side_for(channels, 128)} | OVERRIDES))
 
@@ -285,6 +286,14 @@ class Pass:
             C=self.c, PITCH=self.pitch, SIZE=stages[0].size, DILATION=dilations.pop() if len(dilations) == 1 else 0,
             GROUPS=groups, FLAT=flat, num_warps=self.blocks.gather_warps,
         )  # fmt: skip
+
+    def tiles_fit(self, stages):
+        """Whether programs may go through blocks of rows: all columns are in a block, whose loads are under way.
+
+        In float32 blocks of more columns need more shared memory than there is.
+        """
+        most = 256 if self.dtype == torch.bfloat16 else 48
+        return self.c <= most and all(s.width == s.fan_in == self.c for s in stages)
 
     def split_state(self, state):
         """Views of the planes' state: moments [3, …], coefficients [2, …], slopes [3, …], reciprocals [1, …]."""

@@ -68,7 +68,7 @@ class Stages(Pass):
         keeps = self.keeps(stages)
         to = self._kept_of(stages) if keeps else self.temporary(len(stages) * rows * self.pitch, self.dtype)
         self.depthwise_lines(stages, read, to)
-        if self.blocks.point_tiles and self.c <= 256 and all(s.width == self.c for s in stages):
+        if self.blocks.point_tiles and self.tiles_fit(stages):
             self._run_tiles(stages, to, y, partial, rows)
         else:
             # Rows of a dense map are maps of one pixel: their places take no arithmetic.

@@ -207,7 +207,6 @@ class Backward(Pass):
 
     def _lower_and_weigh(self, stages, x):
         """∂ of the depthwise results [stages, n, h' + 2 border, w' + 2 border, c]; and the gradients of weights."""
-        c = self.c
         factors, read, border = self.by_factors(stages), None, border_of(stages)
         if not factors or self.blocks.weight_factors == 2:
             with self.beside():  # only gradients of weights read it
@@ -217,7 +216,7 @@ class Backward(Pass):
         to = self.temporary(len(stages) * size, self.dtype)
         dy = self.temporary(len(stages) * self.rows * self.pitch, self.dtype)
         lowered = Lowered(to, size, border)
-        if self.blocks.lower_tiles and c <= 256 and all(s.width == c for s in stages):
+        if self.blocks.lower_tiles and self.tiles_fit(stages):
             self._lower_tiles(stages, lowered, dy, pixels - self.rows)
         else:
             self._lower(stages, lowered, dy, pixels - self.rows)
