@@ -181,7 +181,7 @@ class TestBlocks:
             {},
             {"gather_groups": 2, "gather_flat": 16},
             {"gather_groups": 0, "stage_lines": 1},
-            {"weight_factors": 1, "lower_tiles": 1, "point_tiles": 1, "gather_together": 1},
+            {"weight_factors": 1, "lower_tiles": 1, "point_tiles": 1, "gather_together": 1, "input_tiles": 1},
             {
                 "weight_factors": 1,
                 "stage_lines": 1,
@@ -189,8 +189,9 @@ class TestBlocks:
                 "depth_programs": 20,
                 "lower_tiles": 1,
                 "tile_pulled": 0,
+                "beside": 0,
             },
-            {"weight_factors": 2, "stage_lines": 0, "depth_programs": 1, "beside": 0},
+            {"weight_factors": 2, "stage_lines": 0, "depth_programs": 1},
         ],
     )
     @pytest.mark.parametrize(("window", "size"), [(3, (7, 6)), (3, (8, 8)), (5, (5, 9))])

@@ -47,6 +47,7 @@ class Blocks:
     lower_warps: int = 8
     lower_registers: int = 0
     lower_tiles: bool = False  # within a cell: programs go through blocks of rows, as many as fit a GPU
+    input_tiles: bool = False  # likewise for gradients of input tensors
     tile_pulled: int = 128  # up to so many channels they write gradients before norms, too
     tile_stages: int = 3  # loads under way there
     tile_registers: int = 128
@@ -91,8 +92,8 @@ def blocks_for(channels):
     cache, where neighbouring taps meet, if loads are not staged (row 16). Kernels with few registers and one purpose
     are preferred to those that save a pass over memory (rows 18 and 19), though stages in one kernel were faster at 36
     and 72 channels; that form is not compared in bfloat16 yet. Partial sums of weights have 70 splits or more at 36
-    channels, where 64 are added at a time, and mostly 17 or 4 at 72 and 144, where 8 are (row 21). What rows 22 to 25
-    predict is not measured, so `weight_factors`, `lower_tiles`, `point_tiles` and `gather_together` are off.
+    channels, where 64 are added at a time, and mostly 17 or 4 at 72 and 144, where 8 are (row 21). What rows 22 to 26
+    predict is not measured, so `weight_factors`, `*_tiles` and `gather_together` are off.
     """
     if channels <= 48 and -channels % 32 > channels // 3:
         found = Blocks(stage_depth=16, stage_warps=4, lower_rows=64, lower_warps=4, weight_stages=1)
@@ -293,7 +294,7 @@ class Pass:
         In float32 blocks of more columns need more shared memory than there is.
         """
         most = 256 if self.dtype == torch.bfloat16 else 48
-        return self.c <= most and all(s.width == s.fan_in == self.c for s in stages)
+        return self.c <= most and all(s.width == self.c and s.stride == 1 for s in stages)
 
     def split_state(self, state):
         """Views of the planes' state: moments [3, …], coefficients [2, …], slopes [3, …], reciprocals [1, …]."""

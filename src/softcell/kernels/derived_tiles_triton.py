@@ -55,16 +55,18 @@ def _point_tiles(
 
 @triton.jit(do_not_specialize=["rows", "samples", "planes", "programs"])
 def _lower_tiles(
-    g_ptr, y_ptr, w_ptr, factors_ptr, slopes_ptr, to_ptr, dy_ptr, jobs_ptr, rows, programs, samples, size, planes,
-    HEIGHT: tl.constexpr, WIDTH: tl.constexpr, BORDER: tl.constexpr, to_size, dy_size, C: tl.constexpr,
-    PITCH: tl.constexpr, WEIGHTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    STAGES: tl.constexpr, PULLED: tl.constexpr, ALIGNED: tl.constexpr, DROPS: tl.constexpr, PRECISION: tl.constexpr,
+    g_ptr, y_ptr, w_ptr, factors_ptr, slopes_ptr, x_ptr, to_ptr, dy_ptr, jobs_ptr, rows, programs, samples, size,
+    planes, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, BORDER: tl.constexpr, to_size, dy_size, C: tl.constexpr,
+    FAN_IN: tl.constexpr, PITCH: tl.constexpr, DY_PITCH: tl.constexpr, WEIGHTS: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, EXTERNAL: tl.constexpr, PULLED: tl.constexpr,
+    ALIGNED: tl.constexpr, DROPS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """`_lower` within a cell where a block holds all columns of ∂y: a program goes through blocks of rows.
+    """`_lower` without strides where a block holds all columns of ∂y: a program goes through blocks of rows.
 
     It loads its weights once, and what it needs of the next rows is under way meanwhile. The first `programs` programs
     of a job do so, the others write its BORDER of zeros. PULLED: ∂y is there already; else the program writes it, and
-    a block holds all channels.
+    a block holds all channels. EXTERNAL: what is written is the gradient of an input tensor. ALIGNED: blocks of rows
+    are whole, and within a cell in one image each.
     """
     job = jobs_ptr + tl.program_id(1) * 10
     matrix, unit, k = tl.load(job + 7) * WEIGHTS, tl.load(job + 8).to(tl.int64), tl.load(job + 9) * 16
@@ -77,7 +79,8 @@ def _lower_tiles(
         pixel = (tl.program_id(0) - programs) * BLOCK_M
         _clear_border(base, pixel, samples, k, k < PITCH, kind, HEIGHT, WIDTH, BORDER, PITCH, BLOCK_M)
         return
-    weight = tl.load(w_ptr + matrix + (n * C)[:, None] + k[None, :], mask=n_ok[:, None] & (k < C)[None, :], other=0.0)
+    at = w_ptr + matrix + (n * FAN_IN)[:, None] + k[None, :]
+    weight = tl.load(at, mask=n_ok[:, None] & (k < FAN_IN)[None, :], other=0.0)
     weight = weight.to(kind)
     dy_base = dy_ptr + unit * dy_size
     if not PULLED:
@@ -98,8 +101,8 @@ def _lower_tiles(
         m_ok = start + inner < rows
         if ALIGNED:  # the whole block exists, within one image
             m_ok = inner < BLOCK_M
-        whole = m_ok[:, None] & (n < PITCH)[None, :]
-        dy_at = dy_base + start * PITCH + (m * PITCH)[:, None] + n[None, :]
+        whole = m_ok[:, None] & (n < DY_PITCH)[None, :]
+        dy_at = dy_base + start * DY_PITCH + (m * DY_PITCH)[:, None] + n[None, :]
         if PULLED:
             dy = tl.load(dy_at, mask=whole, other=0.0)
         else:
@@ -115,8 +118,15 @@ def _lower_tiles(
                     g *= tl.load(factors + (start + m) // area, mask=m_ok & (path >= 0), other=1.0)[:, None]
             dy = (g * slope + y * back + level).to(kind)  # zero beyond the channels: all three are
             tl.store(dy_at, dy, mask=whole)
+        there = m_ok[:, None] & (k < PITCH)[None, :]
+        if EXTERNAL:
+            place = start * PITCH + (m * PITCH)[:, None] + k[None, :]
+            x = tl.load(x_ptr + place, mask=there, other=0.0)
         total = tl.dot(dy, weight, input_precision=PRECISION)
-        if ALIGNED:
+        if EXTERNAL:
+            to = base + place
+            total = tl.where(x > 0, total, 0.0)
+        elif ALIGNED:
             image = start // area
             line = image * (HEIGHT + 2 * BORDER) + (start - image * area) // WIDTH + BORDER
             to = base + (line * wide + BORDER) * PITCH + ((m // WIDTH * wide + m % WIDTH) * PITCH)[:, None] + k[None, :]
@@ -125,4 +135,4 @@ def _lower_tiles(
             inside = start + m - image * area
             row = (image * (HEIGHT + 2 * BORDER) + inside // WIDTH + BORDER) * wide + inside % WIDTH + BORDER
             to = base + row[:, None] * PITCH + k[None, :]
-        tl.store(to, total.to(kind), mask=m_ok[:, None] & (k < PITCH)[None, :])
+        tl.store(to, total.to(kind), mask=there)

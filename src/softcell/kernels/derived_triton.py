@@ -8,24 +8,20 @@ from contextlib import nullcontext
 import torch
 import triton
 
-from softcell.kernels.backend import padded
-from softcell.kernels.derived import NONE, consumers
-from softcell.kernels.derived_flat_triton import _pull_lines
+from softcell.kernels.derived import NONE
 from softcell.kernels.derived_forward_triton import _add_up, _pools, _start
-from softcell.kernels.derived_gradient_triton import _gather, _lower, _pulls
+from softcell.kernels.derived_gradient_triton import _gather, _pulls
 from softcell.kernels.derived_layout_triton import (
-    MULTIPROCESSORS,
     Lowered,
-    Pass,
     _stages_of,
     at_most,
     border_of,
     overridden,
 )
 from softcell.kernels.derived_lines_triton import _gather_lines
+from softcell.kernels.derived_lower_triton import Lowering
 from softcell.kernels.derived_stages_triton import Stages
 from softcell.kernels.derived_sums_triton import _known_moments, arrival_sums, finish_slopes, measure
-from softcell.kernels.derived_tiles_triton import _lower_tiles
 from softcell.kernels.derived_weights_triton import WeightGradients
 from softcell.kernels.schedule import Name, Schedule
 
@@ -145,19 +141,14 @@ class Forward(Stages):
         )  # fmt: skip
 
 
-class Backward(Pass):
+class Backward(Lowering):
     """One backward pass of a program, from the gradient of its output to those of parameters and input tensors."""
-
-    def __init__(self, program, form, schedule):
-        super().__init__(program, form, schedule)
-        self.gradient = Name("buffer_gradient")
-        self.given_gradient = self.gradient if program.stride == 1 else Name("given_gradient")
-        self.parameter_gradient = Name("parameter_gradient")
 
     def plan(self):
         """The first nodes · c columns of `buffer_gradient` are the output's gradient, which a run copies there."""
         p = self.program
         self.split_state(Name("state"))
+        self.parameter_gradient = Name("parameter_gradient")
         self.schedule.new("parameter_gradient", self.form.num_parameters, torch.float32)  # kernels write all of it
         self.weights = WeightGradients(self)
         arrived = []
@@ -173,15 +164,6 @@ class Backward(Pass):
         with self.beside():
             self.weights.finish(self.parameter_gradient)
         self.schedule.join()
-
-    def _pull_fields(self, plane, column=0):
-        """Where the gradient of a plane's value is read: at its node where it has one, else where it was gathered."""
-        p = self.program
-        place = consumers(p).get(plane)
-        if place is None:
-            return *self.view(plane), NONE, self.unit(plane), plane, column // self.columns_unit
-        j, i = place
-        return *self.view(p.inputs + j), p.node_inputs[j][i].path, self.unit(plane), plane, column // self.columns_unit
 
     def _arrive(self, nodes):
         """Sums over the gradients of finished nodes, for the norms of all that arrives there."""
@@ -231,54 +213,6 @@ class Backward(Pass):
         self.schedule.free(*((dy,) if read is None else (read.tensor, dy)))
         return lowered
 
-    def _lower_tiles(self, stages, lowered, dy, outside):
-        """∂y of stages, and ∂ of the depthwise results; `outside` counts the pixels of a border."""
-        b, c = self.blocks, self.c
-        pulled = c > b.tile_pulled
-        aligned = self.out_height * self.out_width % b.lower_rows == 0 and b.lower_rows % self.out_width == 0
-        block_k = min(b.lower_inner, padded(c)) if pulled else padded(c)
-        if pulled:
-            self._pull(stages, self.gradient, self.buffer, dy, (self.out_height, self.out_width), self.form.drops)
-        jobs = tuple(
-            (*self._pull_fields(s.plane), s.matrix // self.weights_unit, i, first // 16)
-            for i, s in enumerate(stages)
-            for first in range(0, c, block_k)
-        )
-        programs = min(triton.cdiv(self.rows, b.lower_rows), max(1, MULTIPROCESSORS * b.tile_programs // len(jobs)))
-        self.schedule.launch(
-            _lower_tiles, (programs + triton.cdiv(outside, b.lower_rows), len(jobs)), self.gradient, self.buffer,
-            self.parameters, self._scales(), self.slopes, lowered.tensor, dy, self.schedule.table(jobs), self.rows,
-            programs, self.n, size=self.rows * c, planes=self.program.planes, HEIGHT=self.out_height,
-            WIDTH=self.out_width, BORDER=lowered.border, to_size=lowered.size, dy_size=self.rows * self.pitch, C=c,
-            PITCH=self.pitch, WEIGHTS=self.weights_unit, BLOCK_M=b.lower_rows, BLOCK_N=padded(c), BLOCK_K=block_k,
-            STAGES=b.tile_stages, PULLED=pulled, ALIGNED=aligned, DROPS=self.form.drops, PRECISION=self.precision,
-            num_warps=b.lower_warps, **at_most(b.tile_registers),
-        )  # fmt: skip
-
-    def _lower(self, stages, lowered, dy, outside):
-        """The same, a program for each block of rows and channels."""
-        p, c, border, block = self.program, self.c, lowered.border, self.blocks.lower_rows
-        block_k = min(self.blocks.lower_inner, padded(c))
-        apart = self._pull_dense(
-            stages, self.gradient, self.buffer, dy, (self.out_height, self.out_width), self.form.drops
-        )
-        jobs = tuple(
-            (*self._pull_fields(s.plane, s.column), s.matrix // self.weights_unit, s.width // self.columns_unit, i,
-             first // 16, border)
-            for i, s in enumerate(stages)
-            for first in range(0, s.fan_in, block_k)
-        )  # fmt: skip
-        self.schedule.launch(
-            _lower, (triton.cdiv(self.rows, block) + triton.cdiv(outside, block), len(jobs)), self.gradient,
-            self.buffer, self.parameters, self._scales(), self.slopes, lowered.tensor, lowered.tensor, dy,
-            self.schedule.table(jobs), self.rows, size=self.rows * c, planes=p.planes, HEIGHT=0, WIDTH=0,
-            OUT_HEIGHT=self.out_height, OUT_WIDTH=self.out_width, BORDER=border, to_size=lowered.size,
-            dy_size=self.rows * self.pitch, C=c, FAN_IN=c, PITCH=self.pitch, DY_PITCH=self.pitch,
-            WEIGHTS=self.weights_unit, COLUMNS=self.columns_unit, STRIDE=1, BLOCK_M=block, BLOCK_K=block_k,
-            EXTERNAL=False, PRECISION=self.precision, num_warps=self.blocks.lower_warps, **apart,
-            **at_most(self.blocks.lower_registers), **self._drops(),
-        )  # fmt: skip
-
     def _depthwise_results(self, stages, read):
         """Those of the forward pass; computed again where what it read is given."""
         if read is None:
@@ -286,25 +220,6 @@ class Backward(Pass):
         to = self.temporary(len(stages) * self.rows * self.pitch, self.dtype)
         self.depthwise_lines(stages, read, to)
         return self.dense(stages, to)
-
-    def _pull_dense(self, stages, gradient, y, dy, size, drops):
-        """Has ∂y of stages written ahead of `_lower` where that is chosen; returns what `_lower` is to know of it."""
-        c, b = self.c, self.blocks
-        depth = min(b.lower_pulled if b.lower_apart else b.lower_depth, padded(c))
-        known = {"PULLED": bool(b.lower_apart), "WHOLE": self.columns_unit == c, "BLOCK_N": depth}
-        if not b.lower_apart:
-            return known | {"num_stages": 1}
-        self._pull(stages, gradient, y, dy, size, drops)
-        return known | {"num_stages": 1 if depth >= c else b.lower_stages}
-
-    def _pull(self, stages, gradient, y, dy, size, drops):
-        """Has ∂y of stages written."""
-        self.schedule.launch(
-            _pull_lines, self.flat_grid(self.n * size[0], len(stages), size[1] * self.pitch), gradient, y,
-            self._scales(), self.slopes, dy, self.schedule.table(tuple(self._pull_fields(s.plane) for s in stages)),
-            self.n, *size, self._plane_size(y), self.program.planes, size[0] * size[1] * self.n * self.pitch, C=self.c,
-            PITCH=self.pitch, DROPS=drops, **self._flat(),
-        )  # fmt: skip
 
     def _gather(self, sources, stages, pools, lowered, x, dx, *, adds, stats):
         p, c = self.program, self.c
@@ -386,37 +301,16 @@ class Backward(Pass):
 
     def _leave_inputs(self):
         """Gradients of the input tensors, [n, h_i, w_i, c_i]."""
-        p, c = self.program, self.c
+        p = self.program
         for number, x in enumerate(self.inputs):
-            shape = self.form.shapes[number]
             stages = tuple(s for s in p.preprocess if s.source == -1 - number)
-            stride = stages[0].stride
-            to = self.schedule.new(f"input{number}_gradient", math.prod(shape), self.dtype, zeroed=stride != 1)
-            block_k = min(self.blocks.lower_columns, padded(stages[0].fan_in))
-            jobs = tuple(
-                (
-                    *self._pull_fields(s.plane, s.column),
-                    s.matrix // self.weights_unit,
-                    s.width // self.columns_unit,
-                    i,
-                    first // 16,
-                    -s.padding,
-                )
-                for i, s in enumerate(stages)
-                for first in range(0, s.fan_in, block_k)
-            )
+            size = math.prod(self.form.shapes[number])
+            to = self.schedule.new(f"input{number}_gradient", size, self.dtype, zeroed=stages[0].stride != 1)
             dy = self.temporary(len(stages) * self.rows_in * self.pitch, self.dtype)
-            fan_in, block = stages[0].fan_in, self.blocks.lower_rows
-            apart = self._pull_dense(stages, self.given_gradient, self.given, dy, (self.height, self.width), False)
-            self.schedule.launch(
-                _lower, (triton.cdiv(self.rows_in, block), len(jobs)), self.given_gradient, self.given, self.parameters,
-                self._scales(), self.slopes, x, to, dy, self.schedule.table(jobs), self.rows_in,
-                self.height * self.width, self.n, self._plane_size(self.given), p.planes, shape[1], shape[2],
-                self.height, self.width, 0, 0, self.rows_in * self.pitch, C=c, FAN_IN=fan_in, PITCH=fan_in,
-                DY_PITCH=self.pitch, WEIGHTS=self.weights_unit, COLUMNS=self.columns_unit, STRIDE=stride, BLOCK_M=block,
-                BLOCK_K=block_k, DROPS=False, EXTERNAL=True, PRECISION=self.precision,
-                num_warps=self.blocks.lower_warps, **apart, **at_most(self.blocks.lower_registers),
-            )  # fmt: skip
+            if self.blocks.input_tiles and self.tiles_fit(stages) and stages[0].padding == 0:
+                self._lower_tiles(stages, Lowered(to, size, 0), dy, 0, x)
+            else:
+                self._lower_input(number, stages, to, dy)
             with self.beside():
                 self.weights.add(stages, self._external(number), dy, (self.height, self.width), self.rows_in)
             self.schedule.free(dy)
