@@ -145,7 +145,7 @@ def made_network() -> DartsNetwork:
 
 
 def check(changes: dict[str, dict[str, int]], cases: list[str], batch: int) -> dict[str, dict[str, Any]]:
-    """How far kernels are from those of row 16, relative, and whether they give the same bits each time; or an error."""
+    """How far kernels are from those of row 16, relative, and whether repeats are equal bit for bit; or an error."""
 
     def outcome(case: str, settings: dict[str, int]) -> dict[str, Tensor]:
         triton_kernels("derived_layout").OVERRIDES = settings  # type: ignore[attr-defined]
