@@ -7,6 +7,7 @@ with each of `CHANGES` to them, until `--minutes` have passed. Kernels of all se
 processes as there are cores. `--host` needs no GPU: the time that Python takes for a pass whose launches do nothing.
 
 python -m benchmarks.derived --cold --steps --settings chosen --minutes 5 --out derived.json
+python -m benchmarks.derived --steps --ways --step-settings "row 22" --settings
 python -m benchmarks.derived --settings chosen "gather rows 64" '{"gather_rows": 128, "gather_warps": 8}'
 """
 
@@ -40,6 +41,10 @@ from softcell.spaces.execution import fused_networks, modules_only
 from studies.runs import write_record
 from tests.reference.published_genotypes import DARTS_V2
 
+GATHER = {"gather_together": 1, "gather_registers": 80, "gather_rows": 32}
+NEXT = {"weight_factors": 1, "lower_tiles": 1, "point_tiles": 1, "input_tiles": 1} | GATHER
+"""Rows 22 to 26 of NOTES.md, which are not measured yet."""
+
 CHANGES: dict[str, dict[str, int]] = {
     "chosen": {},
     "chosen, again": {},  # what differs from the first is noise
@@ -52,6 +57,20 @@ CHANGES: dict[str, dict[str, int]] = {
         "splits_block": 256,
     },
     "one stream": {"beside": 0},  # gradients of weights between those of planes instead of beside them
+    "rows 22 to 26": NEXT,
+    "rows 22 to 26, memory as before": NEXT | {"weight_factors": 2},
+    "rows 22, 23, 25 and 26, stage lines 1": NEXT | {"point_tiles": 0, "stage_lines": 1},
+    "row 22": {"weight_factors": 1},  # gradients of matrices and depthwise kernels by themselves, from kept results
+    "row 23": {"lower_tiles": 1},
+    "row 24": {"point_tiles": 1},
+    "row 25": GATHER,
+    "row 26": {"input_tiles": 1},
+    "rows 22 to 26, tile programs 2": NEXT | {"tile_programs": 2},
+    "rows 22 to 26, tile programs 16": NEXT | {"tile_programs": 16},
+    "rows 22 to 26, registers as needed": NEXT | {"gather_registers": 0},
+    "rows 22 to 26, depth programs 528": NEXT | {"depth_programs": 528},
+    "rows 22 to 26, one stream": NEXT | {"beside": 0},
+    "sums elements 2048": {"sums_elements": 2048},  # twice as many loads under way in `_arrival_sums`
     "stage lines 1": {"stage_lines": 1},  # depthwise convolutions and matrices in one kernel
     "stages by pixels": {"stage_lines": 0},
     "lower at once": {"lower_apart": 0, "lower_inner": 64},  # gradients before norms within `_lower`
@@ -125,8 +144,8 @@ def made_network() -> DartsNetwork:
     return network.train()
 
 
-def check(cases: list[str], batch: int) -> dict[str, dict[str, float]]:
-    """How far the chosen kernels are from those of row 16, relative; and whether they give the same bits each time."""
+def check(changes: dict[str, dict[str, int]], cases: list[str], batch: int) -> dict[str, dict[str, Any]]:
+    """How far kernels are from those of row 16, relative, and whether repeats are equal bit for bit; or an error."""
 
     def outcome(case: str, settings: dict[str, int]) -> dict[str, Tensor]:
         triton_kernels("derived_layout").OVERRIDES = settings  # type: ignore[attr-defined]
@@ -143,12 +162,20 @@ def check(cases: list[str], batch: int) -> dict[str, dict[str, float]]:
         parameters = torch.cat([grad.flatten() for grad in grads])
         return {"output": out.detach(), "parameters": parameters, "older": older, "newer": newer}
 
-    found = {}
+    found: dict[str, dict[str, Any]] = {name: {} for name in changes}
     for case in cases:
-        mine, again, theirs = outcome(case, {}), outcome(case, {}), outcome(case, CHANGES["row 16"])
-        far = {name: float((x - theirs[name]).float().norm() / theirs[name].float().norm()) for name, x in mine.items()}
-        found[case] = far | {"repeats": float(all(torch.equal(x, again[name]) for name, x in mine.items()))}
-        print(f"check {case}: " + ", ".join(f"{name} {value:.2g}" for name, value in found[case].items()), flush=True)
+        theirs = outcome(case, CHANGES["row 16"])
+        for name, settings in changes.items():
+            try:
+                mine, again = outcome(case, settings), outcome(case, settings)
+            except Exception as error:  # such a setting is reported, not fatal
+                found[name][case] = f"{type(error).__name__}: {str(error)[:200]}"
+                print(f"check {name}, {case}: {found[name][case]}", flush=True)
+                continue
+            far = {key: float((x - theirs[key]).float().norm() / theirs[key].float().norm()) for key, x in mine.items()}
+            far["repeats"] = float(all(torch.equal(x, again[key]) for key, x in mine.items()))
+            found[name][case] = far
+            print(f"check {name}, {case}: " + ", ".join(f"{key} {v:.2g}" for key, v in far.items()), flush=True)
     return found
 
 
@@ -279,6 +306,11 @@ def validation(rounds: int, batch: int) -> dict[str, float]:
     return found
 
 
+def print_longest(rows: list[dict[str, Any]]) -> None:
+    for kernel in (kernel for row in rows for kernel in row["longest"]):
+        print(f"  {kernel['ms']:7.3f} ms {kernel['calls']:5} × {kernel['kernel'][:60]}", flush=True)
+
+
 def chosen_changes(given: list[str] | None) -> dict[str, dict[str, int]]:
     """Settings by name, or written as JSON objects; all of `CHANGES` without any."""
     if given is None:
@@ -293,9 +325,9 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=96)
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--steps", action="store_true", help="first whole training steps and validation passes")
-    parser.add_argument("--ways", nargs="+", default=["fused", "modules"], choices=["fused", "modules"])
+    parser.add_argument("--ways", nargs="*", default=["fused", "modules"], help="`fused`, `modules`; may be none")
     parser.add_argument("--step-settings", nargs="*", default=[], help="with --steps, also fused steps with these")
-    parser.add_argument("--check", action="store_true", help="first compare the chosen kernels with those of row 16")
+    parser.add_argument("--check", nargs="*", help="first compare these settings with row 16; `chosen` without any")
     parser.add_argument("--cold", action="store_true", help="first compile into an empty cache")
     parser.add_argument("--host", action="store_true", help="only the time that Python takes, without a GPU")
     parser.add_argument("--minutes", type=float, default=math.inf, help="no further setting after this time")
@@ -318,26 +350,28 @@ def main() -> None:
         record["cold_start"] = cold_start(given.batch)
         print("cold start: " + ", ".join(f"{name} {value:.1f}" for name, value in record["cold_start"].items()))
         keep()
-    if given.check:
-        compile_settings({"chosen": {}, "row 16": CHANGES["row 16"]}, given.cases, given.batch)
-        record["check"] = check(given.cases, given.batch)
+    if given.check is not None:
+        checked = chosen_changes(given.check or ["chosen"])
+        compile_settings(checked | {"row 16": CHANGES["row 16"]}, given.cases, given.batch)
+        print(f"compiled after {time.monotonic() - began:.0f} s", flush=True)
+        record["check"] = check(checked, given.cases, given.batch)
         triton_kernels("derived_layout").OVERRIDES = {}  # type: ignore[attr-defined]
         keep()
     if given.steps:
         record["steps"] = measured(cases()["darts"], given.ways, 2 * given.rounds, print)
-        for kernel in record["steps"][0]["longest"]:
-            print(f"  {kernel['ms']:7.3f} ms {kernel['calls']:5} × {kernel['kernel']}", flush=True)
+        print_longest(record["steps"][:1])
         keep()
         for name, settings in chosen_changes(given.step_settings).items():
             triton_kernels("derived_layout").OVERRIDES = settings  # type: ignore[attr-defined]
             print(name, json.dumps(settings), flush=True)
-            record["steps"] += [
-                {"setting": name, **row} for row in measured(cases()["darts"], ["fused"], 2 * given.rounds, print)
-            ]
+            rows = measured(cases()["darts"], ["fused"], 2 * given.rounds, print)
+            record["steps"] += [{"setting": name, **row} for row in rows]
+            print_longest(rows)
             keep()
-        record["validation_ms"] = validation(given.rounds, given.batch)
-        print("validation, ms: " + ", ".join(f"{way} {ms:.1f}" for way, ms in record["validation_ms"].items()))
-        keep()
+        if given.ways:
+            record["validation_ms"] = validation(given.rounds, given.batch)
+            print("validation, ms: " + ", ".join(f"{way} {ms:.1f}" for way, ms in record["validation_ms"].items()))
+            keep()
     if changes:
         print(f"{compile_settings(changes, given.cases, given.batch)} kernels compiled", flush=True)
     done: dict[str, dict[str, int]] = {}

@@ -135,7 +135,15 @@ SETTINGS: list[dict[str, int]] = [
     {"weight_rows": 16, "stage_rows": 32, "lower_rows": 32, "weight_programs": 400},  # several tiles, several splits
     {"pitch": 1, "product_sums": 0, "weight_side": 64, "beside": 0, "splits_block": 256},
     {"channels": 16, "stage_depth": 32, "lower_depth": 64, "gather_rows": 32, "lower_apart": 0},
-    {"activate_lines": 0, "stage_lines": 1},
+    {"activate_lines": 0, "stage_lines": 1, "lower_tiles": 1, "tile_programs": 0, "lower_rows": 32},
+    {
+        "point_tiles": 1,
+        "point_tile_programs": 0,
+        "point_side": 16,
+        "stage_rows": 32,
+        "lower_tiles": 1,
+        "tile_pulled": 0,
+    },
     {"stage_lines": 0, "lower_inner": 16, "lower_pulled": 16, "point_depth": 16, "point_side": 16, "flat": 32},
 ]
 
@@ -156,8 +164,35 @@ class TestBlocks:
         errors = {name: relative(a, b) for name, a, b in zip(OUTCOMES, mine, theirs, strict=True)}
         assert all(error <= 1e-5 for error in errors.values()), errors
 
+    def test_pools_that_stride_are_read_by_windows(self, nan_memory: None, monkeypatch: pytest.MonkeyPatch) -> None:
+        torch.manual_seed(0)
+        cell = Cell(5, 2, older_is_larger=False, pool_norm=True).to(DEVICE)
+        given = states(2, (7, 6), older_is_larger=False)
+        found = []
+        for together in (0, 1):
+            monkeypatch.setattr(triton_kernels("derived_layout"), "OVERRIDES", {"gather_together": together})
+            found.append(outcomes(cell.plan(), given, torch.float32, plain=False, training=True))
+        for name, a, b in zip(OUTCOMES, *found, strict=True):
+            assert torch.equal(a, b), name
+
     @pytest.mark.parametrize(
-        "settings", [{}, {"gather_groups": 2, "gather_flat": 16}, {"gather_groups": 0, "stage_lines": 1}]
+        "settings",
+        [
+            {},
+            {"gather_groups": 2, "gather_flat": 16},
+            {"gather_groups": 0, "stage_lines": 1},
+            {"weight_factors": 1, "lower_tiles": 1, "point_tiles": 1, "gather_together": 1, "input_tiles": 1},
+            {
+                "weight_factors": 1,
+                "stage_lines": 1,
+                "depth_flat": 32,
+                "depth_programs": 20,
+                "lower_tiles": 1,
+                "tile_pulled": 0,
+                "beside": 0,
+            },
+            {"weight_factors": 2, "stage_lines": 0, "depth_programs": 1},
+        ],
     )
     @pytest.mark.parametrize(("window", "size"), [(3, (7, 6)), (3, (8, 8)), (5, (5, 9))])
     def test_windows_of_one_size_are_read_by_lines(

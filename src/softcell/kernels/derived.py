@@ -313,8 +313,9 @@ class _DerivedCell(torch.autograd.Function):
         form = Form.of(dtype, shapes, parameters.numel(), known=known, drops=drops, shared=shared)
         tensors = _named(parameters, running, factors, inputs)
         triton_kernels("derived").forward_schedule(program, form, parameters.device).run(tensors)
-        kept = [tensors[name] for name in _KEPT if name != "given" or program.stride != 1]
         ctx.program, ctx.form = program, form
+        ctx.kept = [name for name in _KEPT if name in tensors]
+        kept = [tensors[name] for name in ctx.kept]
         ctx.save_for_backward(parameters, running, factors, *inputs, *kept)
         ctx.set_materialize_grads(False)
         moments = tensors["state"].view(-1, program.planes, program.channels)[:3]
@@ -335,7 +336,7 @@ class _DerivedCell(torch.autograd.Function):
         if torch.is_grad_enabled():
             raise NotImplementedError("a fused derived cell has no second derivative; run it within `modules_only`")
         tensors = _named(parameters, running, factors, inputs)
-        tensors |= zip((name for name in _KEPT if name != "given" or program.stride != 1), kept, strict=True)
+        tensors |= zip(ctx.kept, kept, strict=True)
         tensors |= {
             f"{name}_gradient": torch.empty_like(tensors[name]) for name in ("buffer", "given") if name in tensors
         }
@@ -346,8 +347,11 @@ class _DerivedCell(torch.autograd.Function):
         return None, None, None, tensors["parameter_gradient"], None, None, *states
 
 
-_KEPT = ("given", "buffer", "state", "winners", "depths")
-"""What a forward pass leaves for the backward pass; without strides `given` is part of `buffer`."""
+_KEPT = ("given", "buffer", "state", "winners", "depths", "depthwise")
+"""What a forward pass leaves for the backward pass.
+
+Without strides `given` is part of `buffer`; `depthwise` is there where `Pass.by_factors` needs it.
+"""
 
 
 def _named(

@@ -156,10 +156,83 @@ def _pulls(
 
 
 @triton.jit
+def _from_window(
+    total, h, w, tap, ok, base, winners, image, c, largest: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr,
+    OUT_HEIGHT: tl.constexpr, OUT_WIDTH: tl.constexpr, C: tl.constexpr, STRIDE: tl.constexpr,
+):  # fmt: skip
+    """Adds what window (h, w) of a pool passes to the pixel that is its `tap`."""
+    seen = ok & (h >= 0) & (w >= 0) & (h < OUT_HEIGHT) & (w < OUT_WIDTH)
+    inner = ((image * OUT_HEIGHT + h) * OUT_WIDTH + w) * C + c
+    dy = tl.load(base + inner, mask=seen, other=0.0).to(tl.float32)
+    if largest:
+        won = tl.load(winners + inner, mask=seen, other=9).to(tl.int32)
+        total += tl.where(won == tap, dy, 0.0)
+    else:
+        top = h * STRIDE - 1
+        left = w * STRIDE - 1
+        high = tl.minimum(top + 3, HEIGHT) - tl.maximum(top, 0)
+        broad = tl.minimum(left + 3, WIDTH) - tl.maximum(left, 0)
+        total += dy / tl.maximum(high * broad, 1).to(tl.float32)
+    return total
+
+
+@triton.jit
+def _from_pool(
+    total, pool, slot, image, i, j, c, ok, pulled_ptr, winners_ptr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr,
+    OUT_HEIGHT: tl.constexpr, OUT_WIDTH: tl.constexpr, dy_size, C: tl.constexpr, STRIDE: tl.constexpr,
+    TOGETHER: tl.constexpr,
+):  # fmt: skip
+    """Adds the gradient of a pool, of a maximum where there is a slot.
+
+    TOGETHER: where a maximum has stride 2, a pixel is in at most 2 × 2 windows, which are read at the same time.
+    """
+    base = pulled_ptr + pool.to(tl.int64) * dy_size
+    winners = winners_ptr + slot.to(tl.int64) * dy_size
+    if slot >= 0:
+        if TOGETHER and STRIDE == 2:
+            for number in tl.static_range(4):
+                h = ((i + 1) >> 1) - number // 2
+                w = ((j + 1) >> 1) - number % 2
+                down = i + 1 - 2 * h
+                across = j + 1 - 2 * w
+                within = ok & (down < 3) & (across < 3)
+                total = _from_window(
+                    total, h, w, down * 3 + across, within, base, winners, image, c, True, HEIGHT, WIDTH, OUT_HEIGHT,
+                    OUT_WIDTH, C, STRIDE,
+                )  # fmt: skip
+        else:
+            for tap in range(9):
+                h, w, within = _window_of(i, j, tap, ok, STRIDE)
+                total = _from_window(
+                    total, h, w, tap, within, base, winners, image, c, True, HEIGHT, WIDTH, OUT_HEIGHT, OUT_WIDTH, C,
+                    STRIDE,
+                )  # fmt: skip
+    else:
+        for tap in range(9):
+            h, w, within = _window_of(i, j, tap, ok, STRIDE)
+            total = _from_window(
+                total, h, w, tap, within, base, winners, image, c, False, HEIGHT, WIDTH, OUT_HEIGHT, OUT_WIDTH, C,
+                STRIDE,
+            )  # fmt: skip
+    return total
+
+
+@triton.jit
+def _window_of(i, j, tap, ok, STRIDE: tl.constexpr):
+    """The window of a pool whose `tap` is pixel (i, j), and whether there is one."""
+    h = i + 1 - tap // 3
+    w = j + 1 - tap % 3
+    if STRIDE == 2:
+        return h >> 1, w >> 1, ok & ((h & 1) == 0) & ((w & 1) == 0)
+    else:
+        return h, w, ok
+
+
+@triton.jit
 def _complete(
     total, own, m, image, i, j, c, ok, a, b, x_ptr, dy_ptr, pulled_ptr, dx_ptr, factors_ptr, winners_ptr, others_ptr,
     HEIGHT: tl.constexpr, WIDTH: tl.constexpr, OUT_HEIGHT: tl.constexpr, OUT_WIDTH: tl.constexpr, samples, x_size,
-    dy_size, C: tl.constexpr, STRIDE: tl.constexpr, DROPS: tl.constexpr, POOLED: tl.constexpr,
+    dy_size, C: tl.constexpr, STRIDE: tl.constexpr, DROPS: tl.constexpr, POOLED: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
     """Stores the gradient of a plane's value and returns it with y: ReLU's mask, what was there, identities, pools.
 
@@ -184,26 +257,10 @@ def _complete(
             total += g
         elif POOLED:
             pool, slot = tl.load(job + 4), tl.load(job + 5)
-            for tap in range(9):
-                h = i + 1 - tap // 3
-                w = j + 1 - tap % 3
-                here = (h >= 0) & (w >= 0)
-                if STRIDE == 2:
-                    here = here & ((h & 1) == 0) & ((w & 1) == 0)
-                    h = h >> 1
-                    w = w >> 1
-                seen = ok & here & (h < OUT_HEIGHT) & (w < OUT_WIDTH)
-                inner = ((image * OUT_HEIGHT + h) * OUT_WIDTH + w) * C + c
-                dy = tl.load(pulled_ptr + pool.to(tl.int64) * dy_size + inner, mask=seen, other=0.0).to(tl.float32)
-                if slot >= 0:
-                    won = tl.load(winners_ptr + slot.to(tl.int64) * dy_size + inner, mask=seen, other=9).to(tl.int32)
-                    total += tl.where(won == tap, dy, 0.0)
-                else:
-                    top = h * STRIDE - 1
-                    left = w * STRIDE - 1
-                    high = tl.minimum(top + 3, HEIGHT) - tl.maximum(top, 0)
-                    broad = tl.minimum(left + 3, WIDTH) - tl.maximum(left, 0)
-                    total += dy / tl.maximum(high * broad, 1).to(tl.float32)
+            total = _from_pool(
+                total, pool, slot, image, i, j, c, ok, pulled_ptr, winners_ptr, HEIGHT, WIDTH, OUT_HEIGHT, OUT_WIDTH,
+                dy_size, C, STRIDE, TOGETHER,
+            )  # fmt: skip
     g = total.to(dx_ptr.dtype.element_ty)
     tl.store(dx_ptr + at, g, mask=ok)
     return tl.where(ok, g.to(tl.float32), 0.0), y
@@ -216,6 +273,7 @@ def _gather(
     OUT_HEIGHT: tl.constexpr, OUT_WIDTH: tl.constexpr, BORDER: tl.constexpr, samples, x_size, dy_size, lowered_size,
     planes, terms, C: tl.constexpr, PITCH: tl.constexpr, CB: tl.constexpr, SIZE: tl.constexpr, STEP: tl.constexpr,
     STRIDE: tl.constexpr, BLOCK: tl.constexpr, DROPS: tl.constexpr, POOLED: tl.constexpr, STATS: tl.constexpr,
+    TOGETHER: tl.constexpr,
 ):  # fmt: skip
     """The gradient of a plane's value: of all convolutions, identities and pools that read it.
 
@@ -275,7 +333,7 @@ def _gather(
     g, y = _complete(
         total, own, m[:, None], image[:, None], i[:, None], j[:, None], c[None, :], ok, a, b, x_ptr, dy_ptr, pulled_ptr,
         dx_ptr, factors_ptr, winners_ptr, others_ptr, HEIGHT, WIDTH, OUT_HEIGHT, OUT_WIDTH, samples, x_size, dy_size, C,
-        STRIDE, DROPS, POOLED,
+        STRIDE, DROPS, POOLED, TOGETHER,
     )  # fmt: skip
     if STATS:
         mean = tl.load(moments_ptr + source * C + c, mask=c_ok, other=0.0)

@@ -5,6 +5,7 @@ import functools
 import math
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -14,6 +15,7 @@ from softcell.kernels.backend import padded
 from softcell.kernels.derived import NONE
 from softcell.kernels.derived_flat_triton import _activate_lines
 from softcell.kernels.derived_forward_triton import _activate
+from softcell.kernels.derived_lines_triton import _depthwise_lines
 from softcell.kernels.schedule import Name
 
 
@@ -31,6 +33,9 @@ class Blocks:
     stage_warps: int = 8
     stage_registers: int = 0  # at most that many for a thread, so that more programs fit; 0: as many as it takes
     stage_lines: int = 2  # where nothing strides, four lines at a time: 1 in one kernel, 2 depthwise and matrix apart
+    point_tiles: bool = False  # where these are apart, programs of matrices go through blocks of rows
+    point_tile_stages: int = 3
+    point_tile_programs: int = 2  # for a multiprocessor: as many as fit
     product_sums: bool = True  # statistics by tensor cores
     lower_rows: int = 128
     lower_depth: int = 32
@@ -41,16 +46,27 @@ class Blocks:
     lower_stages: int = 3  # loads under way then, where there are several blocks
     lower_warps: int = 8
     lower_registers: int = 0
+    lower_tiles: bool = False  # within a cell: programs go through blocks of rows, as many as fit a GPU
+    input_tiles: bool = False  # likewise for gradients of input tensors
+    tile_pulled: int = 128  # up to so many channels they write gradients before norms, too
+    tile_stages: int = 3  # loads under way there
+    tile_registers: int = 128
+    tile_programs: int = 8  # for a multiprocessor: two waves, since gradients of weights hold some of them
     weight_rows: int = 64
     weight_side: int = 128  # most columns of either side
     weight_stages: int = 3
     weight_waves: int = 2  # programs are that many times what a GPU holds at a time
     weight_programs: int = 0  # instead, if not 0
+    weight_factors: int = 0  # see `Pass.by_factors`: 1 from depthwise results that are kept, 2 computes them again
+    point_stages: int = 3  # `weight_stages` of matrices alone
+    depth_flat: int = 256  # values of a line in a block of `_depth_gradient`, four for each thread
+    depth_programs: int = 1056  # of it, where there are lines for so many: eight for each multiprocessor
     gather_rows: int = 64
     gather_warps: int = 4
-    gather_registers: int = 0
+    gather_registers: int = 0  # by lines
     gather_groups: int = 8  # groups of four lines, where nothing strides and windows have one size; 0: pixel by pixel
     gather_flat: int = 64  # values of a line in a block of such groups; fewer than threads, or weights take detours
+    gather_together: bool = False  # what is added to windows is loaded for four lines, or for a pool's taps, at once
     activate_lines: bool = True  # line by line
     flat_lines: int = 32  # lines that elementwise kernels handle, and values of each
     flat: int = 64
@@ -59,6 +75,9 @@ class Blocks:
     splits_block: int = 32  # values whose partial sums a program adds up, 2,048 at a time
     beside: bool = True  # gradients of weights on a second stream, beside those of planes
 
+
+MULTIPROCESSORS = 132
+"""Of an H100 or H200; elsewhere the last wave of programs is less full."""
 
 OVERRIDES: dict[str, int] = {}
 """Fields of `Blocks` that are measured instead of the chosen ones (`benchmarks.derived`)."""
@@ -73,14 +92,18 @@ def blocks_for(channels):
     cache, where neighbouring taps meet, if loads are not staged (row 16). Kernels with few registers and one purpose
     are preferred to those that save a pass over memory (rows 18 and 19), though stages in one kernel were faster at 36
     and 72 channels; that form is not compared in bfloat16 yet. Partial sums of weights have 70 splits or more at 36
-    channels, where 64 are added at a time, and mostly 17 or 4 at 72 and 144, where 8 are (row 21).
+    channels, where 64 are added at a time, and mostly 17 or 4 at 72 and 144, where 8 are (row 21). What rows 22 to 26
+    predict is not measured, so `weight_factors`, `*_tiles` and `gather_together` are off.
     """
     if channels <= 48 and -channels % 32 > channels // 3:
         found = Blocks(stage_depth=16, stage_warps=4, lower_rows=64, lower_warps=4, weight_stages=1)
     elif channels <= 64:
         found = Blocks()
     else:
-        found = Blocks(stage_rows=64, point_depth=32, lower_rows=64, lower_pulled=32, splits_block=256)
+        found = Blocks(
+            stage_rows=64, point_depth=32, point_tile_stages=3 if channels <= 128 else 2, lower_rows=64,
+            lower_pulled=32, tile_stages=2, tile_programs=3, splits_block=256,
+        )  # fmt: skip
     return replace(found, **({"lower_inner": side_for(channels, 128)} | OVERRIDES))
 
 
@@ -101,6 +124,16 @@ def side_for(length, most):
         return min(most, padded(length))
     least = min(triton.cdiv(length, side) * side for side in sides)
     return max(side for side in sides if triton.cdiv(length, side) * side <= 1.15 * least)
+
+
+def points(stages):
+    """The matrices of stages alone: they read depthwise results, each a map by the number of its stage's plane."""
+    return tuple(replace(s, source=s.plane, size=1, dilation=1, padding=0, depth=NONE) for s in stages)
+
+
+def border_of(stages):
+    """How far their windows reach beyond a map."""
+    return max(max(s.padding, -s.padding) for s in stages)
 
 
 def by_size(stages):
@@ -184,7 +217,9 @@ class Pass:
         self.buffer, self.winners, self.depths = Name("buffer"), Name("winners"), Name("depths")
         self.given = self.buffer if program.stride == 1 else Name("given")
         self.moments, self.coefficients, self.slopes = Name("moments"), Name("coefficients"), Name("slopes")
-        self.reciprocals = Name("reciprocals")
+        self.reciprocals, self.depthwise = Name("reciprocals"), Name("depthwise")
+        inner = (stages for r in program.rounds for stages in (r.first, r.second) if self.by_factors(stages))
+        self.numbers = {stage: number for number, stage in enumerate(chain.from_iterable(inner))}
         self._temporaries = 0
 
     def unit(self, plane):
@@ -226,6 +261,41 @@ class Pass:
     def _partial(self, splits, terms):
         return Partial(self.temporary(2 * splits * terms * self.c), splits, terms)
 
+    def by_factors(self, stages):
+        """Whether gradients of depthwise kernels and of matrices are computed apart, each as that of a convolution.
+
+        Else they come from the gradient of the dense kernel, which needs no depthwise results but nine times the
+        products. Only 3×3 windows without strides are implemented. Passes with given statistics keep nothing.
+        """
+        fits = all(s.size == 3 and s.stride == 1 and s.dilation in (1, 2) and s.width <= 256 for s in stages)
+        return self.blocks.weight_factors > 0 and bool(stages) and fits and not self.form.known
+
+    def dense(self, stages, tensor, first=0):
+        """Depthwise results [stages, rows, pitch] as maps, the first of which is number `first` of the tensor."""
+        sources = {stage.plane: first + i for i, stage in enumerate(stages)}
+        return Read(tensor, self.rows * self.pitch, self.pitch, self.out_height, self.out_width, 0, sources)
+
+    def depthwise_lines(self, stages, read, to):
+        """Depthwise results of stages without strides, [stages, rows, pitch], into `to`."""
+        dilations, groups, flat = {s.dilation for s in stages}, self.blocks.gather_groups or 8, self.blocks.gather_flat
+        height, width = self.out_height, self.out_width
+        jobs = tuple((read.sources[s.source], s.dilation, read.border - s.padding, self._depth_at(s)) for s in stages)
+        tiles = triton.cdiv(self.n * triton.cdiv(height, 4), groups)
+        self.schedule.launch(
+            _depthwise_lines, (tiles, len(jobs), triton.cdiv(width * self.pitch, flat)), read.tensor, self.depths, to,
+            self.schedule.table(jobs), read.tall, read.wide, height, width, self.n, read.size, self.rows * self.pitch,
+            C=self.c, PITCH=self.pitch, SIZE=stages[0].size, DILATION=dilations.pop() if len(dilations) == 1 else 0,
+            GROUPS=groups, FLAT=flat, num_warps=self.blocks.gather_warps,
+        )  # fmt: skip
+
+    def tiles_fit(self, stages):
+        """Whether programs may go through blocks of rows: all columns are in a block, whose loads are under way.
+
+        In float32 blocks of more columns need more shared memory than there is.
+        """
+        most = 256 if self.dtype == torch.bfloat16 else 48
+        return self.c <= most and all(s.width == self.c and s.stride == 1 for s in stages)
+
     def split_state(self, state):
         """Views of the planes' state: moments [3, …], coefficients [2, …], slopes [3, …], reciprocals [1, …]."""
         size = self.program.planes * self.c
@@ -241,7 +311,7 @@ class Pass:
     def _activated(self, stages, x):
         """ReLU(z) of what stages read, each plane within a border of zeros that windows reach into."""
         sources = tuple(sorted({s.source for s in stages}))
-        border = max(max(s.padding, -s.padding) for s in stages)
+        border = border_of(stages)
         height, width = self._size_of(stages[0])
         tall, wide = height + 2 * border, width + 2 * border
         rows = self.n * tall * wide

@@ -7,7 +7,7 @@ Where nothing strides they replace `_stages` and `_gather`, which go pixel by pi
 import triton
 import triton.language as tl
 
-from softcell.kernels.derived_gradient_triton import _complete
+from softcell.kernels.derived_gradient_triton import _complete, _from_pool
 
 
 @triton.jit
@@ -71,14 +71,16 @@ def _windows(
 
 @triton.jit(do_not_specialize=["measured"])
 def _stage_lines(
-    x_ptr, w_ptr, depth_ptr, y_ptr, partial_ptr, jobs_ptr, TALL: tl.constexpr, WIDE: tl.constexpr,
-    HEIGHT: tl.constexpr, WIDTH: tl.constexpr, x_size, y_size, measured, C: tl.constexpr, PITCH: tl.constexpr,
-    WEIGHTS: tl.constexpr, COLUMNS: tl.constexpr, SIZE: tl.constexpr, DILATION: tl.constexpr, SITES: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STATS: tl.constexpr, PRECISION: tl.constexpr,
+    x_ptr, w_ptr, depth_ptr, y_ptr, partial_ptr, kept_ptr, jobs_ptr, TALL: tl.constexpr, WIDE: tl.constexpr,
+    HEIGHT: tl.constexpr, WIDTH: tl.constexpr, x_size, y_size, kept_size, measured, C: tl.constexpr,
+    PITCH: tl.constexpr, WEIGHTS: tl.constexpr, COLUMNS: tl.constexpr, SIZE: tl.constexpr, DILATION: tl.constexpr,
+    SITES: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STATS: tl.constexpr, KEEPS: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """`_stages` where nothing strides, lines come in fours and all windows have one size: SITES of four pixels each.
 
-    The pixels of a site lie below each other. DILATION: that of all windows, 0 where it is 1 or 2.
+    The pixels of a site lie below each other. DILATION: that of all windows, 0 where it is 1 or 2. KEEPS: depthwise
+    results are written, too, dense [jobs, rows, PITCH].
     """
     job = jobs_ptr + tl.program_id(1) * 11
     source, dilation, shift = tl.load(job), tl.load(job + 1), tl.load(job + 2)
@@ -118,6 +120,13 @@ def _stage_lines(
             )  # fmt: skip
         weight = tl.load(w_ptr + matrix + (n * C)[None, :] + k[:, None], mask=n_ok[None, :] & k_ok[:, None], other=0.0)
         weight = weight.to(kind)
+        if KEEPS:
+            row = (image * HEIGHT + line) * WIDTH + w
+            to = kept_ptr + tl.program_id(1).to(tl.int64) * kept_size + (row * PITCH)[:, None] + k[None, :]
+            tl.store(to, t0.to(kind), mask=mask[None, :])
+            tl.store(to + WIDTH * PITCH, t1.to(kind), mask=mask[None, :])
+            tl.store(to + 2 * WIDTH * PITCH, t2.to(kind), mask=mask[None, :])
+            tl.store(to + 3 * WIDTH * PITCH, t3.to(kind), mask=mask[None, :])
         y0 = tl.dot(t0.to(kind), weight, y0, input_precision=PRECISION)
         y1 = tl.dot(t1.to(kind), weight, y1, input_precision=PRECISION)
         y2 = tl.dot(t2.to(kind), weight, y2, input_precision=PRECISION)
@@ -188,18 +197,93 @@ def _depthwise_lines(
         tl.store(at + number * (WIDTH * PITCH), (t0, t1, t2, t3)[number].to(kind), mask=ok)
 
 
+@triton.jit
+def _at_line(
+    x_ptr, dx_ptr, places, distance, g_ok, i, c_ok, adds, number: tl.constexpr, HEIGHT: tl.constexpr,
+    WIDTH: tl.constexpr,
+):  # fmt: skip
+    """A plane's y in line `number` of groups of four, and the gradient of its value so far."""
+    ok = (g_ok & (i + number < HEIGHT))[:, None] & c_ok[None, :]
+    at = places + number * WIDTH * distance
+    return tl.load(x_ptr + at, mask=ok, other=0.0), tl.load(dx_ptr + at, mask=ok & adds, other=0.0)
+
+
+@triton.jit
+def _complete_lines(
+    t0, t1, t2, t3, y0, y1, y2, y3, d0, d1, d2, d3, own, places, row, image, i, j, c, g_ok, c_ok, a, b, dy_ptr,
+    pulled_ptr, dx_ptr, factors_ptr, winners_ptr, others_ptr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, samples,
+    dy_size, C: tl.constexpr, DROPS: tl.constexpr, POOLED: tl.constexpr,
+):  # fmt: skip
+    """`_complete` of four lines, whose loads are under way at the same time."""
+    distance, other, last = tl.load(own + 2) * C, tl.load(own + 6), tl.load(own + 7)
+    ok0 = g_ok[:, None] & c_ok[None, :]
+    ok1 = (g_ok & (i + 1 < HEIGHT))[:, None] & c_ok[None, :]
+    ok2 = (g_ok & (i + 2 < HEIGHT))[:, None] & c_ok[None, :]
+    ok3 = (g_ok & (i + 3 < HEIGHT))[:, None] & c_ok[None, :]
+    t0 = tl.where(y0.to(tl.float32) * a + b > 0, t0, 0.0) + d0.to(tl.float32)
+    t1 = tl.where(y1.to(tl.float32) * a + b > 0, t1, 0.0) + d1.to(tl.float32)
+    t2 = tl.where(y2.to(tl.float32) * a + b > 0, t2, 0.0) + d2.to(tl.float32)
+    t3 = tl.where(y3.to(tl.float32) * a + b > 0, t3, 0.0) + d3.to(tl.float32)
+    for number in range(other, last):
+        job = others_ptr + number * 6
+        if tl.load(job + 5) == -2:
+            g_unit, g_column, apart, path = tl.load(job), tl.load(job + 1) * C, tl.load(job + 2) * C, tl.load(job + 3)
+            at = dy_ptr + g_unit.to(tl.int64) * dy_size + g_column + (row * apart)[:, None] + (j * apart + c)[None, :]
+            factor = tl.full(i.shape, 1.0, dtype=tl.float32)
+            if DROPS:
+                factor = tl.load(factors_ptr + path * samples + image, mask=g_ok & (path >= 0), other=1.0)
+            g0 = tl.load(at, mask=ok0, other=0.0)
+            g1 = tl.load(at + WIDTH * apart, mask=ok1, other=0.0)
+            g2 = tl.load(at + 2 * WIDTH * apart, mask=ok2, other=0.0)
+            g3 = tl.load(at + 3 * WIDTH * apart, mask=ok3, other=0.0)
+            t0 += g0.to(tl.float32) * factor[:, None]
+            t1 += g1.to(tl.float32) * factor[:, None]
+            t2 += g2.to(tl.float32) * factor[:, None]
+            t3 += g3.to(tl.float32) * factor[:, None]
+        elif POOLED:
+            pool, slot = tl.load(job + 4), tl.load(job + 5)
+            images, columns, channels = image[:, None], j[None, :], c[None, :]
+            t0 = _from_pool(
+                t0, pool, slot, images, i[:, None], columns, channels, ok0, pulled_ptr, winners_ptr, HEIGHT, WIDTH,
+                HEIGHT, WIDTH, dy_size, C, 1, False,
+            )  # fmt: skip
+            t1 = _from_pool(
+                t1, pool, slot, images, i[:, None] + 1, columns, channels, ok1, pulled_ptr, winners_ptr, HEIGHT, WIDTH,
+                HEIGHT, WIDTH, dy_size, C, 1, False,
+            )  # fmt: skip
+            t2 = _from_pool(
+                t2, pool, slot, images, i[:, None] + 2, columns, channels, ok2, pulled_ptr, winners_ptr, HEIGHT, WIDTH,
+                HEIGHT, WIDTH, dy_size, C, 1, False,
+            )  # fmt: skip
+            t3 = _from_pool(
+                t3, pool, slot, images, i[:, None] + 3, columns, channels, ok3, pulled_ptr, winners_ptr, HEIGHT, WIDTH,
+                HEIGHT, WIDTH, dy_size, C, 1, False,
+            )  # fmt: skip
+    kind = dx_ptr.dtype.element_ty
+    at = dx_ptr + places
+    r0, r1, r2, r3 = t0.to(kind), t1.to(kind), t2.to(kind), t3.to(kind)
+    tl.store(at, r0, mask=ok0)
+    tl.store(at + WIDTH * distance, r1, mask=ok1)
+    tl.store(at + 2 * WIDTH * distance, r2, mask=ok2)
+    tl.store(at + 3 * WIDTH * distance, r3, mask=ok3)
+    t0, t1 = tl.where(ok0, r0.to(tl.float32), 0.0), tl.where(ok1, r1.to(tl.float32), 0.0)
+    t2, t3 = tl.where(ok2, r2.to(tl.float32), 0.0), tl.where(ok3, r3.to(tl.float32), 0.0)
+    return t0, t1, t2, t3
+
+
 @triton.jit(do_not_specialize=["samples", "planes", "terms"])
 def _gather_lines(
     x_ptr, coefficients_ptr, moments_ptr, depth_ptr, lowered_ptr, dy_ptr, pulled_ptr, dx_ptr, factors_ptr,
     winners_ptr, partial_ptr, sources_ptr, jobs_ptr, others_ptr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr,
     BORDER: tl.constexpr, samples, x_size, dy_size, lowered_size, planes, terms, C: tl.constexpr, PITCH: tl.constexpr,
     SIZE: tl.constexpr, DILATION: tl.constexpr, GROUPS: tl.constexpr, FLAT: tl.constexpr, DROPS: tl.constexpr,
-    POOLED: tl.constexpr, STATS: tl.constexpr,
+    POOLED: tl.constexpr, STATS: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
     """`_gather` where nothing strides and all windows have one size: GROUPS of four lines, FLAT values of a line each.
 
     Columns and channels are one axis, so no thread is idle where a block of channels is not filled; four lines share
-    what their windows have in common. DILATION: that of all windows, 0 where it is 1 or 2.
+    what their windows have in common. DILATION: that of all windows, 0 where it is 1 or 2. TOGETHER: the values of the
+    four lines and the gradients that are there already are loaded before the windows, not line by line after them.
     """
     own = sources_ptr + tl.program_id(1) * 10
     begin, end = tl.load(own + 4), tl.load(own + 5)
@@ -218,6 +302,16 @@ def _gather_lines(
     last: tl.constexpr = HEIGHT + 2 * BORDER - 1 if HEIGHT % 4 else 0
     t0 = tl.zeros((GROUPS, FLAT), dtype=tl.float32)
     t1, t2, t3 = t0, t0, t0
+    if TOGETHER:
+        distance = tl.load(own + 2) * C
+        row = (image * HEIGHT + i) * WIDTH
+        places = tl.load(own).to(tl.int64) * x_size + tl.load(own + 1) * C + (row * distance)[:, None]
+        places += (j * distance + c)[None, :]
+        adds = tl.load(own + 8) > 0
+        y0, d0 = _at_line(x_ptr, dx_ptr, places, distance, g_ok, i, c_ok, adds, 0, HEIGHT, WIDTH)
+        y1, d1 = _at_line(x_ptr, dx_ptr, places, distance, g_ok, i, c_ok, adds, 1, HEIGHT, WIDTH)
+        y2, d2 = _at_line(x_ptr, dx_ptr, places, distance, g_ok, i, c_ok, adds, 2, HEIGHT, WIDTH)
+        y3, d3 = _at_line(x_ptr, dx_ptr, places, distance, g_ok, i, c_ok, adds, 3, HEIGHT, WIDTH)
     for number in range(begin, end):
         job = jobs_ptr + number * 5
         dilation, padding = tl.load(job + 1), tl.load(job + 2)
@@ -245,19 +339,28 @@ def _gather_lines(
     products = sums
     mean = tl.load(moments_ptr + source * C + c, mask=c_ok, other=0.0)[None, :]
     rstd = tl.load(moments_ptr + (planes + source) * C + c, mask=c_ok, other=0.0)
-    for number in tl.static_range(4):
-        total = (t0, t1, t2, t3)[number]
-        h = (i + number)[:, None]
-        m = (image[:, None] * HEIGHT + h) * WIDTH + j[None, :]
-        ok = (g_ok & (i + number < HEIGHT))[:, None] & c_ok[None, :]
-        total, y = _complete(
-            total, own, m, image[:, None], h, j[None, :], c[None, :], ok, a, b, x_ptr, dy_ptr, pulled_ptr, dx_ptr,
-            factors_ptr, winners_ptr, others_ptr, HEIGHT, WIDTH, HEIGHT, WIDTH, samples, x_size, dy_size, C, 1, DROPS,
-            POOLED,
+    if TOGETHER:
+        t0, t1, t2, t3 = _complete_lines(
+            t0, t1, t2, t3, y0, y1, y2, y3, d0, d1, d2, d3, own, places, row, image, i, j, c, g_ok, c_ok, a, b, dy_ptr,
+            pulled_ptr, dx_ptr, factors_ptr, winners_ptr, others_ptr, HEIGHT, WIDTH, samples, dy_size, C, DROPS, POOLED,
         )  # fmt: skip
         if STATS:
-            sums += total
-            products += total * (y - mean)
+            sums = (t0 + t1) + (t2 + t3)
+            products = t0 * (y0 - mean) + t1 * (y1 - mean) + (t2 * (y2 - mean) + t3 * (y3 - mean))
+    else:
+        for number in tl.static_range(4):
+            total = (t0, t1, t2, t3)[number]
+            h = (i + number)[:, None]
+            m = (image[:, None] * HEIGHT + h) * WIDTH + j[None, :]
+            ok = (g_ok & (i + number < HEIGHT))[:, None] & c_ok[None, :]
+            total, y = _complete(
+                total, own, m, image[:, None], h, j[None, :], c[None, :], ok, a, b, x_ptr, dy_ptr, pulled_ptr, dx_ptr,
+                factors_ptr, winners_ptr, others_ptr, HEIGHT, WIDTH, HEIGHT, WIDTH, samples, x_size, dy_size, C, 1,
+                DROPS, POOLED, False,
+            )  # fmt: skip
+            if STATS:
+                sums += total
+                products += total * (y - mean)
     if STATS:
         # Columns of a line are splits of their own: sums over pixels of one channel lie apart here.
         to = partial_ptr + ((tl.program_id(0) * WIDTH + j) * terms + place) * C + c

@@ -6,10 +6,10 @@ from dataclasses import replace
 import triton
 
 from softcell.kernels.backend import padded
-from softcell.kernels.derived import NONE
 from softcell.kernels.derived_forward_triton import _stages
-from softcell.kernels.derived_layout_triton import Pass, Read, at_most, by_size, side_for
-from softcell.kernels.derived_lines_triton import _depthwise_lines, _stage_lines
+from softcell.kernels.derived_layout_triton import MULTIPROCESSORS, Pass, at_most, by_size, points, side_for
+from softcell.kernels.derived_lines_triton import _stage_lines
+from softcell.kernels.derived_tiles_triton import _point_tiles
 
 
 class Stages(Pass):
@@ -21,12 +21,22 @@ class Stages(Pass):
         lines = 0 if self.form.known and self.blocks.stage_lines == 2 else self.blocks.stage_lines
         for group in by_size(stages):
             fits = group[0].size in (3, 5, 7) and group[0].stride == 1 and all(s.dilation in (1, 2) for s in group)
-            if lines == 2 and fits:
-                self._run_apart(group, read, y, partial, size, rows)
-            elif lines == 1 and fits and size[0] % 4 == 0 and rows % self.tile == 0:
+            whole = size[0] % 4 == 0 and rows % self.tile == 0
+            if lines == 1 and fits and whole:
                 self._run_lines(group, read, y, partial, size, rows)
+            elif (lines == 2 and fits) or self.keeps(group):
+                self._run_apart(group, read, y, partial, size, rows)
             else:
                 self._run_group(group, read, y, partial, size, rows)
+
+    def keeps(self, stages):
+        """Whether their depthwise results are kept for the backward pass."""
+        return self.blocks.weight_factors == 1 and stages[0] in self.numbers
+
+    def _kept_of(self, stages):
+        return self.schedule.view(
+            f"depthwise{self.numbers[stages[0]]}", self.depthwise, self.numbers[stages[0]] * self.rows * self.pitch
+        )
 
     def _stage_jobs(self, stages, windows, block_n):
         """What `_stages` reads: windows, weights, where results go, and the first of their columns."""
@@ -41,34 +51,47 @@ class Stages(Pass):
         c, dilations = self.c, {stage.dilation for stage in stages}
         block_n = min(256, padded(max(stage.width for stage in stages)))
         jobs = self._stage_jobs(stages, [(*read.window(s), self._depth_at(s)) for s in stages], block_n)
+        keeps = self.keeps(stages)  # jobs are numbered as stages then: those are at most as wide as a block
         self.schedule.launch(
             _stage_lines, (rows // self.tile, len(jobs)), read.tensor, self.parameters, self.depths, y,
-            y if partial is None else partial.tensor, self.schedule.table(jobs), read.tall, read.wide, *size, read.size,
-            self._plane_size(y), self.program.planes, C=c, PITCH=read.pitch, WEIGHTS=self.weights_unit,
-            COLUMNS=self.columns_unit, SIZE=stages[0].size, DILATION=dilations.pop() if len(dilations) == 1 else 0,
-            SITES=self.tile // 4, BLOCK_N=block_n, BLOCK_K=min(self.blocks.stage_depth, padded(c)),
-            STATS=partial is not None, PRECISION=self.precision, num_warps=self.blocks.stage_warps, num_stages=1,
+            y if partial is None else partial.tensor, self._kept_of(stages) if keeps else y, self.schedule.table(jobs),
+            read.tall, read.wide, *size, read.size, self._plane_size(y), rows * self.pitch, self.program.planes, C=c,
+            PITCH=read.pitch, WEIGHTS=self.weights_unit, COLUMNS=self.columns_unit, SIZE=stages[0].size,
+            DILATION=dilations.pop() if len(dilations) == 1 else 0, SITES=self.tile // 4, BLOCK_N=block_n,
+            BLOCK_K=min(self.blocks.stage_depth, padded(c)), STATS=partial is not None, KEEPS=keeps,
+            PRECISION=self.precision, num_warps=self.blocks.stage_warps, num_stages=1,
             **at_most(self.blocks.stage_registers),
         )  # fmt: skip
 
     def _run_apart(self, stages, read, y, partial, size, rows):
         """Depthwise convolutions by one launch, then matrices by another."""
-        dilations, groups, flat = {s.dilation for s in stages}, self.blocks.gather_groups or 8, self.blocks.gather_flat
-        to = self.temporary(len(stages) * rows * self.pitch, self.dtype)
-        jobs = tuple((read.sources[s.source], s.dilation, read.border - s.padding, self._depth_at(s)) for s in stages)
-        tiles = triton.cdiv(self.n * triton.cdiv(size[0], 4), groups)
+        keeps = self.keeps(stages)
+        to = self._kept_of(stages) if keeps else self.temporary(len(stages) * rows * self.pitch, self.dtype)
+        self.depthwise_lines(stages, read, to)
+        if self.blocks.point_tiles and self.tiles_fit(stages):
+            self._run_tiles(stages, to, y, partial, rows)
+        else:
+            # Rows of a dense map are maps of one pixel: their places take no arithmetic.
+            self._run_group(points(stages), replace(self.dense(stages, to), tall=1, wide=1), y, partial, (1, 1), rows)
+        if not keeps:
+            self.schedule.free(to)
+
+    def _run_tiles(self, stages, to, y, partial, rows):
+        """Matrices of depthwise results `to` by programs that go through blocks of rows."""
+        c, b, block_n = self.c, self.blocks, side_for(self.c, self.blocks.point_side)
+        jobs = tuple(
+            (i, s.matrix // self.weights_unit, self.unit(s.plane), s.plane, first // 16)
+            for i, s in enumerate(stages)
+            for first in range(0, c, block_n)
+        )
+        programs = min(triton.cdiv(rows, self.tile), max(1, MULTIPROCESSORS * b.point_tile_programs // len(jobs)))
         self.schedule.launch(
-            _depthwise_lines, (tiles, len(jobs), triton.cdiv(size[1] * self.pitch, flat)), read.tensor, self.depths, to,
-            self.schedule.table(jobs), read.tall, read.wide, *size, self.n, read.size, rows * self.pitch, C=self.c,
-            PITCH=self.pitch, SIZE=stages[0].size, DILATION=dilations.pop() if len(dilations) == 1 else 0,
-            GROUPS=groups, FLAT=flat, num_warps=self.blocks.gather_warps,
+            _point_tiles, (programs, len(jobs)), to, self.parameters, y, y if partial is None else partial.tensor,
+            self.schedule.table(jobs), rows, programs, rows * self.pitch, self._plane_size(y), self.program.planes, C=c,
+            PITCH=self.pitch, WEIGHTS=self.weights_unit, BLOCK_M=self.tile, BLOCK_N=block_n, BLOCK_K=padded(c),
+            STAGES=b.point_tile_stages, STATS=partial is not None, EVEN=rows % self.tile == 0, PRECISION=self.precision,
+            num_warps=8,
         )  # fmt: skip
-        # Rows of a dense map are maps of one pixel: their places take no arithmetic.
-        sources = {stage.plane: i for i, stage in enumerate(stages)}
-        dense = Read(to, rows * self.pitch, self.pitch, 1, 1, 0, sources)
-        points = tuple(replace(s, source=s.plane, size=1, dilation=1, padding=0, depth=NONE) for s in stages)
-        self._run_group(points, dense, y, partial, (1, 1), rows)
-        self.schedule.free(to)
 
     def _run_group(self, stages, read, y, partial, size, rows):
         p, c = self.program, self.c

@@ -8,13 +8,18 @@ from contextlib import nullcontext
 import torch
 import triton
 
-from softcell.kernels.backend import padded
-from softcell.kernels.derived import NONE, consumers
-from softcell.kernels.derived_flat_triton import _pull_lines
+from softcell.kernels.derived import NONE
 from softcell.kernels.derived_forward_triton import _add_up, _pools, _start
-from softcell.kernels.derived_gradient_triton import _gather, _lower, _pulls
-from softcell.kernels.derived_layout_triton import Lowered, Pass, _stages_of, at_most, overridden
+from softcell.kernels.derived_gradient_triton import _gather, _pulls
+from softcell.kernels.derived_layout_triton import (
+    Lowered,
+    _stages_of,
+    at_most,
+    border_of,
+    overridden,
+)
 from softcell.kernels.derived_lines_triton import _gather_lines
+from softcell.kernels.derived_lower_triton import Lowering
 from softcell.kernels.derived_stages_triton import Stages
 from softcell.kernels.derived_sums_triton import _known_moments, arrival_sums, finish_slopes, measure
 from softcell.kernels.derived_weights_triton import WeightGradients
@@ -31,6 +36,8 @@ class Forward(Stages):
         p, c = self.program, self.c
         self.allocate()
         self.schedule.new("winners", p.slots * self.rows * c, torch.uint8)
+        if self.blocks.weight_factors == 1 and self.numbers:
+            self.schedule.new("depthwise", len(self.numbers) * self.rows * self.pitch, self.dtype)
         self.begin()
         early = partial = None
         if not self.form.known:
@@ -134,19 +141,14 @@ class Forward(Stages):
         )  # fmt: skip
 
 
-class Backward(Pass):
+class Backward(Lowering):
     """One backward pass of a program, from the gradient of its output to those of parameters and input tensors."""
-
-    def __init__(self, program, form, schedule):
-        super().__init__(program, form, schedule)
-        self.gradient = Name("buffer_gradient")
-        self.given_gradient = self.gradient if program.stride == 1 else Name("given_gradient")
-        self.parameter_gradient = Name("parameter_gradient")
 
     def plan(self):
         """The first nodes · c columns of `buffer_gradient` are the output's gradient, which a run copies there."""
         p = self.program
         self.split_state(Name("state"))
+        self.parameter_gradient = Name("parameter_gradient")
         self.schedule.new("parameter_gradient", self.form.num_parameters, torch.float32)  # kernels write all of it
         self.weights = WeightGradients(self)
         arrived = []
@@ -162,15 +164,6 @@ class Backward(Pass):
         with self.beside():
             self.weights.finish(self.parameter_gradient)
         self.schedule.join()
-
-    def _pull_fields(self, plane, column=0):
-        """Where the gradient of a plane's value is read: at its node where it has one, else where it was gathered."""
-        p = self.program
-        place = consumers(p).get(plane)
-        if place is None:
-            return *self.view(plane), NONE, self.unit(plane), plane, column // self.columns_unit
-        j, i = place
-        return *self.view(p.inputs + j), p.node_inputs[j][i].path, self.unit(plane), plane, column // self.columns_unit
 
     def _arrive(self, nodes):
         """Sums over the gradients of finished nodes, for the norms of all that arrives there."""
@@ -196,52 +189,37 @@ class Backward(Pass):
 
     def _lower_and_weigh(self, stages, x):
         """∂ of the depthwise results [stages, n, h' + 2 border, w' + 2 border, c]; and the gradients of weights."""
-        p, c = self.program, self.c
-        with self.beside():  # only gradients of weights read it
-            read = self._activated(stages, x)
-        pixels = self.n * (self.out_height + 2 * read.border) * (self.out_width + 2 * read.border)
-        size, block = pixels * self.pitch, self.blocks.lower_rows
+        factors, read, border = self.by_factors(stages), None, border_of(stages)
+        if not factors or self.blocks.weight_factors == 2:
+            with self.beside():  # only gradients of weights read it
+                read = self._activated(stages, x)
+        pixels = self.n * (self.out_height + 2 * border) * (self.out_width + 2 * border)
+        size = pixels * self.pitch
         to = self.temporary(len(stages) * size, self.dtype)
         dy = self.temporary(len(stages) * self.rows * self.pitch, self.dtype)
-        block_k = min(self.blocks.lower_inner, padded(c))
-        apart = self._pull_dense(
-            stages, self.gradient, self.buffer, dy, (self.out_height, self.out_width), self.form.drops
-        )
-        jobs = tuple(
-            (*self._pull_fields(s.plane, s.column), s.matrix // self.weights_unit, s.width // self.columns_unit, i,
-             first // 16, read.border)
-            for i, s in enumerate(stages)
-            for first in range(0, s.fan_in, block_k)
-        )  # fmt: skip
-        border = triton.cdiv(pixels - self.rows, block)
-        self.schedule.launch(
-            _lower, (triton.cdiv(self.rows, block) + border, len(jobs)), self.gradient, self.buffer, self.parameters,
-            self._scales(), self.slopes, to, to, dy, self.schedule.table(jobs), self.rows, size=self.rows * c,
-            planes=p.planes, HEIGHT=0, WIDTH=0, OUT_HEIGHT=self.out_height, OUT_WIDTH=self.out_width,
-            BORDER=read.border, to_size=size, dy_size=self.rows * self.pitch, C=c, FAN_IN=c, PITCH=self.pitch,
-            DY_PITCH=self.pitch, WEIGHTS=self.weights_unit, COLUMNS=self.columns_unit, STRIDE=1, BLOCK_M=block,
-            BLOCK_K=block_k, EXTERNAL=False, PRECISION=self.precision, num_warps=self.blocks.lower_warps,
-            **apart, **at_most(self.blocks.lower_registers), **self._drops(),
-        )  # fmt: skip
+        lowered = Lowered(to, size, border)
+        if self.blocks.lower_tiles and self.tiles_fit(stages):
+            self._lower_tiles(stages, lowered, dy, pixels - self.rows)
+        else:
+            self._lower(stages, lowered, dy, pixels - self.rows)
         with self.beside():
-            self.weights.add(stages, read, dy, (self.out_height, self.out_width), self.rows)
-        self.schedule.free(read.tensor, dy)
-        return Lowered(to, size, read.border)
+            if factors:
+                dense = self._depthwise_results(stages, read)
+                self.weights.add_by_factors(stages, x, dense, dy, lowered)
+                if read is not None:
+                    self.schedule.free(dense.tensor)
+            else:
+                self.weights.add(stages, read, dy, (self.out_height, self.out_width), self.rows)
+        self.schedule.free(*((dy,) if read is None else (read.tensor, dy)))
+        return lowered
 
-    def _pull_dense(self, stages, gradient, y, dy, size, drops):
-        """Has ∂y of stages written ahead of `_lower` where that is chosen; returns what `_lower` is to know of it."""
-        c, b = self.c, self.blocks
-        depth = min(b.lower_pulled if b.lower_apart else b.lower_depth, padded(c))
-        known = {"PULLED": bool(b.lower_apart), "WHOLE": self.columns_unit == c, "BLOCK_N": depth}
-        if not b.lower_apart:
-            return known | {"num_stages": 1}
-        self.schedule.launch(
-            _pull_lines, self.flat_grid(self.n * size[0], len(stages), size[1] * self.pitch), gradient, y,
-            self._scales(), self.slopes, dy, self.schedule.table(tuple(self._pull_fields(s.plane) for s in stages)),
-            self.n, *size, self._plane_size(y), self.program.planes, size[0] * size[1] * self.n * self.pitch, C=c,
-            PITCH=self.pitch, DROPS=drops, **self._flat(),
-        )  # fmt: skip
-        return known | {"num_stages": 1 if depth >= c else b.lower_stages}
+    def _depthwise_results(self, stages, read):
+        """Those of the forward pass; computed again where what it read is given."""
+        if read is None:
+            return self.dense(stages, self.depthwise, self.numbers[stages[0]])
+        to = self.temporary(len(stages) * self.rows * self.pitch, self.dtype)
+        self.depthwise_lines(stages, read, to)
+        return self.dense(stages, to)
 
     def _gather(self, sources, stages, pools, lowered, x, dx, *, adds, stats):
         p, c = self.program, self.c
@@ -284,12 +262,16 @@ class Backward(Pass):
         )  # fmt: skip
         sizes = (self.n, self._plane_size(x), self.rows * c, lowered.size, p.planes, len(sources))
         common = {"C": c, "PITCH": self.pitch, "SIZE": size, "DROPS": self.form.drops, "POOLED": bool(pools)}
-        common |= {"STATS": partial is not None, "num_warps": self.blocks.gather_warps}
-        common |= at_most(self.blocks.gather_registers)
+        common |= {
+            "STATS": partial is not None,
+            "TOGETHER": bool(self.blocks.gather_together),
+            "num_warps": self.blocks.gather_warps,
+        }
         if by_lines:
             self.schedule.launch(
                 _gather_lines, grid, *tensors, height, width, lowered.border, *sizes, GROUPS=groups,
-                DILATION=dilations.pop() if len(dilations) == 1 else 0, FLAT=self.blocks.gather_flat, **common,
+                DILATION=dilations.pop() if len(dilations) == 1 else 0, FLAT=self.blocks.gather_flat,
+                **at_most(self.blocks.gather_registers), **common,
             )  # fmt: skip
         else:
             self.schedule.launch(
@@ -319,37 +301,16 @@ class Backward(Pass):
 
     def _leave_inputs(self):
         """Gradients of the input tensors, [n, h_i, w_i, c_i]."""
-        p, c = self.program, self.c
+        p = self.program
         for number, x in enumerate(self.inputs):
-            shape = self.form.shapes[number]
             stages = tuple(s for s in p.preprocess if s.source == -1 - number)
-            stride = stages[0].stride
-            to = self.schedule.new(f"input{number}_gradient", math.prod(shape), self.dtype, zeroed=stride != 1)
-            block_k = min(self.blocks.lower_columns, padded(stages[0].fan_in))
-            jobs = tuple(
-                (
-                    *self._pull_fields(s.plane, s.column),
-                    s.matrix // self.weights_unit,
-                    s.width // self.columns_unit,
-                    i,
-                    first // 16,
-                    -s.padding,
-                )
-                for i, s in enumerate(stages)
-                for first in range(0, s.fan_in, block_k)
-            )
+            size = math.prod(self.form.shapes[number])
+            to = self.schedule.new(f"input{number}_gradient", size, self.dtype, zeroed=stages[0].stride != 1)
             dy = self.temporary(len(stages) * self.rows_in * self.pitch, self.dtype)
-            fan_in, block = stages[0].fan_in, self.blocks.lower_rows
-            apart = self._pull_dense(stages, self.given_gradient, self.given, dy, (self.height, self.width), False)
-            self.schedule.launch(
-                _lower, (triton.cdiv(self.rows_in, block), len(jobs)), self.given_gradient, self.given, self.parameters,
-                self._scales(), self.slopes, x, to, dy, self.schedule.table(jobs), self.rows_in,
-                self.height * self.width, self.n, self._plane_size(self.given), p.planes, shape[1], shape[2],
-                self.height, self.width, 0, 0, self.rows_in * self.pitch, C=c, FAN_IN=fan_in, PITCH=fan_in,
-                DY_PITCH=self.pitch, WEIGHTS=self.weights_unit, COLUMNS=self.columns_unit, STRIDE=stride, BLOCK_M=block,
-                BLOCK_K=block_k, DROPS=False, EXTERNAL=True, PRECISION=self.precision,
-                num_warps=self.blocks.lower_warps, **apart, **at_most(self.blocks.lower_registers),
-            )  # fmt: skip
+            if self.blocks.input_tiles and self.tiles_fit(stages) and stages[0].padding == 0:
+                self._lower_tiles(stages, Lowered(to, size, 0), dy, 0, x)
+            else:
+                self._lower_input(number, stages, to, dy)
             with self.beside():
                 self.weights.add(stages, self._external(number), dy, (self.height, self.width), self.rows_in)
             self.schedule.free(dy)
@@ -377,7 +338,14 @@ def backward_schedule(program, form, device):
 def _scheduled(kind, program, form, device, _):
     names = ("parameters", "running", "factors", "state", "depths")
     given = {"winners": torch.uint8, **dict.fromkeys(names, torch.float32)}
-    own = ("given", "buffer", "given_gradient", "buffer_gradient", *(f"input{i}" for i in range(program.inputs)))
+    own = (
+        "given",
+        "buffer",
+        "depthwise",
+        "given_gradient",
+        "buffer_gradient",
+        *(f"input{i}" for i in range(program.inputs)),
+    )
     schedule = Schedule(device, given | dict.fromkeys(own, form.dtype))
     kind(program, form, schedule).plan()
     return schedule

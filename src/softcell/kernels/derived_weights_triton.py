@@ -13,7 +13,7 @@ import triton.language as tl
 
 from softcell.kernels.backend import padded
 from softcell.kernels.derived import NONE
-from softcell.kernels.derived_layout_triton import by_size, side_for
+from softcell.kernels.derived_layout_triton import MULTIPROCESSORS, by_size, points, side_for
 
 
 @triton.jit(do_not_specialize=["rows", "rows_each"])
@@ -126,17 +126,124 @@ def _finish_weights(
     tl.store(to_ptr + matrix + inner, total, mask=ok)
 
 
-MULTIPROCESSORS, SHARED_MEMORY = 132, 227 * 1024
-"""Of an H100 or H200; elsewhere the last wave of programs is less full."""
+@triton.jit
+def _products(
+    u0, u1, u2, z0, z1, z2, z3, at, line, ok, last: tl.constexpr, STRAIGHT: tl.constexpr, DILATION: tl.constexpr
+):  # fmt: skip
+    """Adds the products of four lines z with a column of gradients that lie below each other, for three taps."""
+    for v in tl.static_range(4 + 2 * DILATION):
+        below = line + v
+        if last > 0:
+            below = tl.minimum(below, last)
+        x = tl.load(at + below * STRAIGHT, mask=ok, other=0.0).to(tl.float32)
+        for number in tl.static_range(4):
+            z = (z0, z1, z2, z3)[number]
+            # Tap r of line l goes to line l - r · DILATION, counted from the topmost one.
+            if v == number + 2 * DILATION:
+                u0 += x * z
+            if v == number + DILATION:
+                u1 += x * z
+            if v == number:
+                u2 += x * z
+    return u0, u1, u2
+
+
+@triton.jit
+def _value(at, a, b, ok):
+    """ReLU(z) as windows were read from it."""
+    y = tl.load(at, mask=ok, other=0.0)
+    z = tl.where(ok, tl.maximum(y.to(tl.float32) * a + b, 0.0), 0.0)
+    return z.to(y.dtype).to(tl.float32)
+
+
+@triton.jit(do_not_specialize=["samples", "planes", "groups_each"])
+def _depth_gradient(
+    x_ptr, coefficients_ptr, lowered_ptr, to_ptr, jobs_ptr, samples, groups_each, HEIGHT: tl.constexpr,
+    WIDTH: tl.constexpr, BORDER: tl.constexpr, x_size, lowered_size, planes, C: tl.constexpr, PITCH: tl.constexpr,
+    DILATION: tl.constexpr, FLAT: tl.constexpr,
+):  # fmt: skip
+    """Σ over pixels of ReLU(z) · ∂ of the depthwise result at each of 3×3 taps, by column: the depthwise gradient.
+
+    A program adds up groups of four lines. Threads lie along FLAT values of a line, so nothing is summed across them.
+    DILATION: that of all windows, 0 where it is 1 or 2.
+    """
+    job = jobs_ptr + tl.program_id(1) * 8
+    unit, column, distance, plane = tl.load(job), tl.load(job + 1) * C, tl.load(job + 2) * C, tl.load(job + 3)
+    dilation, padding, lowered, to = tl.load(job + 4), tl.load(job + 5), tl.load(job + 6), tl.load(job + 7)
+    if DILATION > 0:
+        dilation = DILATION
+    groups: tl.constexpr = (HEIGHT + 3) // 4
+    straight: tl.constexpr = (WIDTH + 2 * BORDER) * PITCH
+    last: tl.constexpr = HEIGHT + 2 * BORDER - 1 if HEIGHT % 4 else 0
+    f = tl.program_id(2) * FLAT + tl.arange(0, FLAT)
+    f_ok = f < WIDTH * PITCH
+    j = f // PITCH
+    c = f % PITCH
+    c_ok = f_ok & (c < C)
+    a = tl.load(coefficients_ptr + plane * C + c, mask=c_ok, other=0.0)
+    b = tl.load(coefficients_ptr + (planes + plane) * C + c, mask=c_ok, other=0.0)
+    base = x_ptr + unit.to(tl.int64) * x_size + column + (j * distance + c)
+    below = lowered_ptr + lowered.to(tl.int64) * lowered_size + (padding + BORDER) * PITCH + f
+    u0 = tl.zeros((FLAT,), dtype=tl.float32)
+    u1, u2, u3, u4, u5, u6, u7, u8 = u0, u0, u0, u0, u0, u0, u0, u0
+    begin = tl.program_id(0) * groups_each
+    end = tl.minimum(begin + groups_each, samples * groups)
+    for g in range(begin, end):
+        image = g // groups
+        i = g % groups * 4
+        at = base + ((image * HEIGHT + i) * WIDTH) * distance
+        z0 = _value(at, a, b, c_ok)
+        z1 = _value(at + WIDTH * distance, a, b, c_ok & (i + 1 < HEIGHT))
+        z2 = _value(at + 2 * WIDTH * distance, a, b, c_ok & (i + 2 < HEIGHT))
+        z3 = _value(at + 3 * WIDTH * distance, a, b, c_ok & (i + 3 < HEIGHT))
+        line = i + padding + BORDER - 2 * dilation
+        at = below + image * ((HEIGHT + 2 * BORDER) * straight)
+        step = dilation * PITCH
+        if DILATION > 0:
+            u0, u3, u6 = _products(u0, u3, u6, z0, z1, z2, z3, at, line, f_ok, last, straight, DILATION)
+            u1, u4, u7 = _products(u1, u4, u7, z0, z1, z2, z3, at - step, line, f_ok, last, straight, DILATION)
+            u2, u5, u8 = _products(u2, u5, u8, z0, z1, z2, z3, at - 2 * step, line, f_ok, last, straight, DILATION)
+        elif dilation == 1:
+            u0, u3, u6 = _products(u0, u3, u6, z0, z1, z2, z3, at, line, f_ok, last, straight, 1)
+            u1, u4, u7 = _products(u1, u4, u7, z0, z1, z2, z3, at - step, line, f_ok, last, straight, 1)
+            u2, u5, u8 = _products(u2, u5, u8, z0, z1, z2, z3, at - 2 * step, line, f_ok, last, straight, 1)
+        else:
+            u0, u3, u6 = _products(u0, u3, u6, z0, z1, z2, z3, at, line, f_ok, last, straight, 2)
+            u1, u4, u7 = _products(u1, u4, u7, z0, z1, z2, z3, at - step, line, f_ok, last, straight, 2)
+            u2, u5, u8 = _products(u2, u5, u8, z0, z1, z2, z3, at - 2 * step, line, f_ok, last, straight, 2)
+    at = to_ptr + to + (tl.program_id(0) * WIDTH + j) * (9 * C) + c
+    for tap in tl.static_range(9):
+        tl.store(at + tap * C, (u0, u1, u2, u3, u4, u5, u6, u7, u8)[tap], mask=c_ok)
+
+
+@triton.jit
+def _finish_depths(
+    sums_ptr, to_ptr, jobs_ptr, C: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Σ over the splits of depthwise gradients, (tap, channel), into gradients of parameters, (channel, tap)."""
+    job = jobs_ptr + tl.program_id(0) * 3
+    start, splits, depth = tl.load(job), tl.load(job + 1), tl.load(job + 2)
+    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    ok = i < 9 * C
+    total = tl.zeros((SPLITS, BLOCK), dtype=tl.float32)
+    for begin in range(0, splits, SPLITS):
+        split = begin + tl.arange(0, SPLITS)
+        at = sums_ptr + start + (split * (9 * C))[:, None] + i[None, :]
+        total += tl.load(at, mask=(split < splits)[:, None] & ok[None, :], other=0.0)
+    tl.store(to_ptr + depth + i % C * 9 + i // C, tl.sum(total, 0), mask=ok)
+
+
+SHARED_MEMORY = 227 * 1024
+"""Of a multiprocessor of an H100 or H200."""
 
 
 def warps_for(block_n, block_k):
     return 4 if block_n * block_k <= 2**13 else 8
 
 
-def fitting(blocks, block_n, block_k, itemsize):
+def fitting(blocks, block_n, block_k, itemsize, num_stages):
     """Programs of `_weight_gradient` that a GPU holds: by shared memory, and by 16 warps of 128 registers a thread."""
-    shared = blocks.weight_stages * blocks.weight_rows * (block_n + block_k) * itemsize
+    shared = num_stages * blocks.weight_rows * (block_n + block_k) * itemsize
     each = min(SHARED_MEMORY // shared, 16 // warps_for(block_n, block_k))
     return MULTIPROCESSORS * max(1, each)
 
@@ -160,6 +267,8 @@ class WeightGradients:
         self.run = run
         self.plans = self._plan()
         self.sums = run.temporary(sum(group.splits * group.length for group in self.plans.values()))
+        self.depths, size = self._plan_depths()
+        self.depth_sums = run.temporary(size) if size else None
 
     def add(self, stages, read, dy, size, rows):
         """Partial sums of the gradients of the stages' dense kernels; dy [stages, rows, pitch]."""
@@ -184,8 +293,49 @@ class WeightGradients:
                 SIZE=group[0].size, STRIDE=group[0].stride, BLOCK_M=b.weight_rows, BLOCK_N=plan.block_n,
                 BLOCK_K=plan.block_k, EXTERNAL=external, WHOLE=run.columns_unit == run.c, ALIGNED=aligned,
                 PRECISION=run.precision, num_warps=warps_for(plan.block_n, plan.block_k),
-                num_stages=b.weight_stages,
+                num_stages=self._num_stages(group),
             )  # fmt: skip
+
+    def add_by_factors(self, stages, x, dense, dy, lowered):
+        """Partial sums of the gradients of the stages' matrices and depthwise kernels, each by itself.
+
+        dense: depthwise results as maps; lowered: their gradients.
+        """
+        run, p, flat = self.run, self.run.program, self.run.blocks.depth_flat
+        size = (run.out_height, run.out_width)
+        self.add(points(stages), dense, dy, size, run.rows)
+        splits, each, starts = self.depths[stages]
+        dilations = {s.dilation for s in stages}
+        jobs = tuple(
+            (*run.view(s.source), s.source, s.dilation, s.padding, number, start)
+            for number, (s, start) in enumerate(zip(stages, starts, strict=True))
+        )
+        run.schedule.launch(
+            _depth_gradient, (splits, len(jobs), triton.cdiv(size[1] * run.pitch, flat)), x, run.coefficients,
+            lowered.tensor, self.depth_sums, run.schedule.table(jobs), run.n, each, *size, lowered.border,
+            run._plane_size(x), lowered.size, p.planes, C=run.c, PITCH=run.pitch,
+            DILATION=dilations.pop() if len(dilations) == 1 else 0, FLAT=flat, num_warps=max(1, flat // 128),
+        )  # fmt: skip
+
+    def _num_stages(self, group):
+        b = self.run.blocks
+        matrices = b.weight_factors and group[0].size == 1 and group[0].source >= 0
+        return b.point_stages if matrices else b.weight_stages
+
+    def _plan_depths(self):
+        """By stages that `add_by_factors` handles: splits, groups of four lines of each, where partial sums begin."""
+        run, found, start = self.run, {}, 0
+        groups, width = run.n * triton.cdiv(run.out_height, 4), run.out_width
+        for stages in (stages for r in run.program.rounds for stages in (r.first, r.second) if run.by_factors(stages)):
+            jobs = len(stages) * triton.cdiv(width * run.pitch, run.blocks.depth_flat)
+            # Every column of a line is a split, so that a program should add up some lines.
+            least = min(groups, max(4, width // 4))
+            splits = max(1, min(groups // least, run.blocks.depth_programs // jobs))
+            each = triton.cdiv(groups, splits)
+            splits, size = triton.cdiv(groups, each), triton.cdiv(groups, each) * width * 9 * run.c
+            found[stages] = splits, each, tuple(start + i * size for i in range(len(stages)))
+            start += len(stages) * size
+        return found, start
 
     def _plan(self):
         """By group of stages that `add` handles in one launch, where its partial sums lie."""
@@ -193,15 +343,18 @@ class WeightGradients:
         found, start = {}, 0
         inputs = [tuple(s for s in p.preprocess if s.source == -1 - i) for i in range(p.inputs)]
         inner = [stages for r in p.rounds for stages in (r.first, r.second)]
+        inner = [points(stages) if run.by_factors(stages) else stages for stages in inner]
         for rows, stages in (*((run.rows_in, s) for s in inputs), *((run.rows, s) for s in inner)):
             for group in by_size(stages):
-                external, fan_in = group[0].source < 0, group[0].fan_in
+                external, fan_in, staged = group[0].source < 0, group[0].fan_in, self._num_stages(group)
                 columns = group[0].taps * (fan_in if external else run.pitch)
                 most = b.weight_side if run.dtype == torch.bfloat16 else min(b.weight_side, 64)  # spills beyond it
                 block_n = side_for(max(s.width for s in group), most)
                 block_k = side_for(columns, most)
                 jobs = sum(triton.cdiv(s.width, block_n) for s in group) * triton.cdiv(columns, block_k)
-                programs = b.weight_programs or b.weight_waves * fitting(b, block_n, block_k, self.run.dtype.itemsize)
+                programs = b.weight_programs or b.weight_waves * fitting(
+                    b, block_n, block_k, run.dtype.itemsize, staged
+                )
                 splits = max(1, min(triton.cdiv(rows, 4 * b.weight_rows), programs // jobs))
                 each = triton.cdiv(triton.cdiv(rows, splits), b.weight_rows) * b.weight_rows
                 splits = triton.cdiv(rows, each)
@@ -227,6 +380,17 @@ class WeightGradients:
         run.schedule.launch(
             _sum_splits, (len(adding),), self.sums, to, run.schedule.table(adding), SPLITS=2048 // block, BLOCK=block,
         )  # fmt: skip
+        if self.depths:
+            jobs = tuple(
+                (start, splits * run.out_width, s.depth)
+                for stages, (splits, _, starts) in self.depths.items()
+                for s, start in zip(stages, starts, strict=True)
+            )
+            run.schedule.launch(
+                _finish_depths, (len(jobs), triton.cdiv(9 * c, 16)), self.depth_sums, to, run.schedule.table(jobs), C=c,
+                SPLITS=512, BLOCK=16, num_warps=8,
+            )  # fmt: skip
+            run.schedule.free(self.depth_sums)
         if not deep:
             run.schedule.free(self.sums)
             return
