@@ -21,7 +21,7 @@ from softcell.kernels.shared import SharedRows, shares_norms
 from softcell.kernels.taps import Group, Window
 from softcell.nn.conv import AveragePool, DilatedConv, FactorisedReduction, ReLUConvBN, SeparableConv
 from softcell.nn.norm import required, update_running
-from softcell.nn.stack import as_vector, owned
+from softcell.nn.stack import as_vector, parts_of
 from softcell.spaces.execution import compute_type
 
 
@@ -33,6 +33,8 @@ class _Flat(torch.autograd.Function):
         ctx.cell = cell
         ctx.save_for_backward(*weights)
         factors = torch.cat([as_vector(w) for w in weights])
+        if cell.are_copies:
+            return factors
         out = factors.new_empty(cell.program.size)
         compose(factors, out, cell.recipes, cell.program.channels)
         return out
@@ -44,10 +46,12 @@ class _Flat(torch.autograd.Function):
         if torch.is_grad_enabled():
             again = torch.autograd.grad(cell.flatten(weights), weights, gradient, create_graph=True)
             return None, *again
-        factors = torch.cat([as_vector(w) for w in weights])
-        found = torch.empty_like(factors)
-        compose_gradient(factors, gradient, found, cell.recipes, cell.program.channels)
-        return None, *owned(found, weights)
+        found = gradient.contiguous()
+        if not cell.are_copies:
+            factors = torch.cat([as_vector(w) for w in weights])
+            found = torch.empty_like(factors)
+            compose_gradient(factors, gradient, found, cell.recipes, cell.program.channels)
+        return None, *parts_of(found, weights)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +62,11 @@ class FusedCell:
     recipes: tuple[Recipe, ...]  # how the convolutions' weights, one after the other, become the flat weights
     convolutions: tuple[nn.Conv2d, ...]
     norms: tuple[tuple[int, nn.BatchNorm2d], ...]  # (plane, its norm), all of one momentum
+
+    @property
+    def are_copies(self) -> bool:
+        """Whether the flat weights are the convolutions' own, in their order."""
+        return all(r.kind is Kind.COPY and r.matrix == r.target for r in self.recipes)
 
     def __call__(
         self, states: Sequence[Tensor], mix: Tensor | None = None, factors: Tensor | None = None
