@@ -102,8 +102,9 @@ def mixed_cell(
     dtype: what to compute and keep values in; sums are float32 or wider. mix [weights] and weights [size], flat, in
     float32 or wider; running [2, planes, c]: mean and variance to normalise by, or None for those of the batch; factors
     [choices, n] float32: what drop-path scales each choice of each sample by, or None; states: the input nodes,
-    [n, c, h, w]. The statistics are mean, 1/√(variance + eps) and biased variance; they carry no
-    gradient. shared: merges the statistics of a batch over all ranks, by one collective per norm group.
+    [n, c, h, w]. The statistics are mean, 1/√(variance + eps) and biased variance; they carry no gradient, and those of
+    planes without a norm are undefined. shared: merges the statistics of a batch over all ranks, by one collective per
+    norm group.
     """
     *nodes, moments = _MixedCell.apply(  # type: ignore[no-untyped-call]
         program, dtype, shared, mix, weights, running, factors, *states
@@ -198,7 +199,7 @@ class _MixedCell(torch.autograd.Function):
         partial: Tensor | None = None
         if running is None:
             partial = weights.new_empty(2, tiles(rows), program.planes, c, dtype=wide)
-            moments = weights.new_zeros(3, program.planes, c, dtype=wide)
+            moments = weights.new_empty(3, program.planes, c, dtype=wide)  # read only where a norm follows
         else:
             mean, variance = running
             moments = torch.stack([mean, torch.rsqrt(variance + program.eps), variance]).to(wide)
@@ -244,7 +245,7 @@ class _MixedCell(torch.autograd.Function):
         given_gradient = gradient if program.stride == 1 else torch.empty_like(given)
         mix_wanted = is_wanted(ctx, 0)  # tensors are mix, weights, states; in weight steps the mix needs no gradient
         mix_gradient: Tensor | None = None
-        if program.terms:  # without a `none` candidate's weight, which no kernel writes, zeros would not be needed
+        if program.terms:  # weights of `none` are written by no kernel
             mix_gradient = torch.zeros_like(mix) if mix_wanted else torch.empty_like(mix)
         arrived = dict(zip(program.results, grads[:-1], strict=True))
         for plane in (plane for plane, own in arrived.items() if own is None):

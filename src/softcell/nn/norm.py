@@ -8,7 +8,7 @@ running statistics twice.
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -139,6 +139,72 @@ def update_running(norms: Sequence[nn.BatchNorm2d], means: Sequence[Tensor], var
         return
     torch._foreach_mul_(running, 1 - momentum)
     torch._foreach_add_(running, new, alpha=momentum)
+
+
+class _Batch(NamedTuple):
+    """Statistics of a batch by plane: mean and biased variance, each [planes, c], for norms of one momentum."""
+
+    norms: Sequence[tuple[int, nn.BatchNorm2d]]
+    mean: Tensor
+    variance: Tensor
+    correction: float | Tensor
+    """From biased to unbiased variances."""
+
+
+_batches: list[_Batch] | None = None
+
+
+@contextmanager
+def updates_together() -> Iterator[None]:
+    """Within this context fused cells hand in their statistics; at its end all running statistics are updated at once.
+
+    A launch for each cell would take longer than the arithmetic. The results are the same.
+    """
+    global _batches
+    if _batches is not None:
+        yield
+        return
+    _batches = []
+    try:
+        yield
+        _update_all(_batches)
+    finally:
+        _batches = None
+
+
+def update_running_by_plane(
+    norms: Sequence[tuple[int, nn.BatchNorm2d]], mean: Tensor, variance: Tensor, correction: float | Tensor
+) -> None:
+    """`update_running` from statistics by plane, each [planes, c]; correction: from biased to unbiased variances."""
+    batch = _Batch(norms, mean, variance, correction)
+    if _batches is None or (norms and norms[0][1].momentum is None):
+        _update_all([batch])
+        return
+    known = {id(norm) for one in _batches for _, norm in one.norms}
+    if any(id(norm) in known for _, norm in norms):  # a norm is updated by one batch after the other
+        _update_all(_batches)
+        _batches.clear()
+    _batches.append(batch)
+
+
+@torch.no_grad()
+def _update_all(batches: Sequence[_Batch]) -> None:
+    by_momentum: dict[float | None, list[_Batch]] = {}
+    for one in batches:
+        if one.norms:
+            by_momentum.setdefault(one.norms[0][1].momentum, []).append(one)
+    for own in by_momentum.values():
+        known = [one for one in own if isinstance(one.correction, float)]
+        scaled = {id(one): one.variance * one.correction for one in own if isinstance(one.correction, Tensor)}
+        if known:
+            factors = [float(one.correction) for one in known]
+            corrected = torch._foreach_mul([one.variance for one in known], factors)
+            scaled |= {id(one): value for one, value in zip(known, corrected, strict=True)}
+        update_running(
+            [norm for one in own for _, norm in one.norms],
+            [one.mean[plane] for one in own for plane, _ in one.norms],
+            [scaled[id(one)][plane] for one in own for plane, _ in one.norms],
+        )
 
 
 def required(buffer: Tensor | None) -> Tensor:

@@ -20,7 +20,7 @@ from softcell.kernels.pool import NONE, Pool
 from softcell.kernels.shared import SharedRows, shares_norms
 from softcell.kernels.taps import Group, Window
 from softcell.nn.conv import AveragePool, DilatedConv, FactorisedReduction, ReLUConvBN, SeparableConv
-from softcell.nn.norm import required, update_running
+from softcell.nn.norm import required, update_running_by_plane
 from softcell.nn.stack import as_vector, parts_of
 from softcell.spaces.execution import compute_type
 
@@ -94,10 +94,7 @@ class FusedCell:
                     rows = shared.total.clamp(min=2)  # a check would stall the device
                 elif own_rows <= 1:
                     raise ValueError(f"training needs more than 1 value per channel, but got {tuple(nodes[0].shape)}")
-                unbiased = moments[2] * (rows / (rows - 1))
-                planes = [plane for plane, _ in self.norms]
-                means, variances = ([of[plane] for plane in planes] for of in (moments[0], unbiased))
-                update_running([norm for _, norm in self.norms], means, variances)
+                update_running_by_plane(self.norms, moments[0], moments[2], rows / (rows - 1))
         return [*states, *nodes]
 
     def parameters(self) -> list[Tensor]:
