@@ -94,6 +94,10 @@ class BatchNorm2d(nn.BatchNorm2d):
                 # Copies: what is kept for the backward pass must be of the same number and shapes.
                 mean, variance = (None if x is None else x.clone() for x in (self.running_mean, self.running_var))
                 return F.batch_norm(input, mean, variance, self.weight, self.bias, training=True, eps=self.eps)
+            if self.training and self.momentum is not None and _counted_later(self.num_batches_tracked):
+                self._check_input_dim(input)
+                given = (self.running_mean, self.running_var, self.weight, self.bias)
+                return F.batch_norm(input, *given, training=True, momentum=self.momentum, eps=self.eps)
             return super().forward(input)
         self._check_input_dim(input)
         if input.shape[1] != self.num_features:
@@ -152,13 +156,16 @@ class _Batch(NamedTuple):
 
 
 _batches: list[_Batch] | None = None
+_counts: dict[int, Tensor] = {}
+"""`num_batches_tracked` of the modules that have seen a batch since `updates_together` began, by id."""
 
 
 @contextmanager
 def updates_together() -> Iterator[None]:
     """Within this context fused cells hand in their statistics; at its end all running statistics are updated at once.
 
-    A launch for each cell would take longer than the arithmetic. The results are the same.
+    Modules do the same with their counts of batches. A launch for each of them would take longer than the arithmetic.
+    The results are the same.
     """
     global _batches
     if _batches is not None:
@@ -168,8 +175,19 @@ def updates_together() -> Iterator[None]:
     try:
         yield
         _update_all(_batches)
+        if _counts:
+            torch._foreach_add_(list(_counts.values()), 1)
     finally:
         _batches = None
+        _counts.clear()
+
+
+def _counted_later(count: Tensor | None) -> bool:
+    """Whether `updates_together` will count this batch; a norm that runs twice counts the second one itself."""
+    if _batches is None or count is None or id(count) in _counts:
+        return False
+    _counts[id(count)] = count
+    return True
 
 
 def update_running_by_plane(
