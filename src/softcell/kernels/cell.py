@@ -30,6 +30,7 @@ from softcell.kernels.norm import (
 )
 from softcell.kernels.pool import NONE, Leaving, Pool, average_pool, gather_gradient, pool
 from softcell.kernels.shared import SharedRows
+from softcell.kernels.streams import alongside
 from softcell.kernels.taps import (
     Group,
     apply_group,
@@ -274,14 +275,15 @@ class _MixedCell(torch.autograd.Function):
                 combine_gradient(*values, node, terms, by_batch=ctx.by_batch, merge=merge)
         weight_grad: Tensor | None = None
         if is_wanted(ctx, 1):  # in architecture steps weights need no gradient
-            weight_grad = flat = torch.empty_like(given_weights)  # every weight belongs to a group
             outer = [wave for wave in program.waves if wave.sources[0] < program.inputs]
             others = [wave for wave in program.waves if wave not in outer]
             if program.stride == 1:
                 outer, others = list(program.waves), []
-            weight_gradient(given, gradient, flat, [g for wave in outer for g in wave.first])
-            weight_gradient(buffer, gradient, flat, [g for wave in others for g in wave.first])
-            weight_gradient(buffer, gradient, flat, [g for wave in program.waves for g in wave.second])
+            with alongside(buffer.device, given, buffer, gradient):
+                weight_grad = flat = torch.empty_like(given_weights)  # every weight belongs to a group
+                weight_gradient(given, gradient, flat, [g for wave in outer for g in wave.first])
+                weight_gradient(buffer, gradient, flat, [g for wave in others for g in wave.first])
+                weight_gradient(buffer, gradient, flat, [g for wave in program.waves for g in wave.second])
         inputs = [given_gradient[i].permute(0, 3, 1, 2).to(state.dtype) for i, state in enumerate(states)]
         return None, None, None, mix_gradient if mix_wanted else None, weight_grad, None, None, *inputs
 

@@ -18,6 +18,7 @@ from softcell.kernels.compose import Kind, Recipe, compose, compose_gradient, fl
 from softcell.kernels.norm import Term
 from softcell.kernels.pool import NONE, Pool
 from softcell.kernels.shared import SharedRows, shares_norms
+from softcell.kernels.streams import backward_on_second_stream
 from softcell.kernels.taps import Group, Window
 from softcell.nn.conv import AveragePool, DilatedConv, FactorisedReduction, ReLUConvBN, SeparableConv
 from softcell.nn.norm import required, update_running_by_plane
@@ -29,15 +30,16 @@ class _Flat(torch.autograd.Function):
     """The flat weights [size] of a cell from its modules' weights, whose gradients come in the same layout."""
 
     @staticmethod
-    def forward(ctx: Any, cell: FusedCell, *weights: Tensor) -> Tensor:
+    def forward(ctx: Any, cell: FusedCell, stream: torch.cuda.Stream | None, *weights: Tensor) -> Tensor:
         ctx.cell = cell
         ctx.save_for_backward(*weights)
-        factors = torch.cat([as_vector(w) for w in weights])
-        if cell.are_copies:
-            return factors
-        out = factors.new_empty(cell.program.size)
-        compose(factors, out, cell.recipes, cell.program.channels)
-        return out
+        with torch.cuda.stream(stream):
+            factors = torch.cat([as_vector(w) for w in weights])
+            if cell.are_copies:
+                return factors
+            out = factors.new_empty(cell.program.size)
+            compose(factors, out, cell.recipes, cell.program.channels)
+            return out
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
@@ -45,13 +47,13 @@ class _Flat(torch.autograd.Function):
         weights: list[Tensor] = list(ctx.saved_tensors)
         if torch.is_grad_enabled():
             again = torch.autograd.grad(cell.flatten(weights), weights, gradient, create_graph=True)
-            return None, *again
+            return None, None, *again
         found = gradient.contiguous()
         if not cell.are_copies:
             factors = torch.cat([as_vector(w) for w in weights])
             found = torch.empty_like(factors)
             compose_gradient(factors, gradient, found, cell.recipes, cell.program.channels)
-        return None, *parts_of(found, weights)
+        return None, None, *parts_of(found, weights)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +81,8 @@ class FusedCell:
         training = self.norms[0][1].training
         dtype = compute_type(states[0])
         with torch.autocast(device.type, enabled=False):
-            flat = _Flat.apply(self, *self.parameters())  # type: ignore[no-untyped-call]
+            with backward_on_second_stream(device) as stream:
+                flat = _Flat.apply(self, stream, *self.parameters())  # type: ignore[no-untyped-call]
             running = None if training else running_by_plane(self.norms, self.program.planes, c)
             mix = flat.detach() if mix is None else mix  # not read then, but kernels need a pointer
             mix = mix.to(torch.promote_types(dtype, torch.float32))
