@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -15,6 +16,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.supernet import CHANGES, WIDE, changed
+from softcell.kernels import cell as cell_kernels
+from softcell.kernels import streams
 from softcell.kernels.backend import has_triton
 from softcell.kernels.norm import combine, combine_reference
 from softcell.kernels.settings import cell_settings, chosen, current
@@ -64,6 +67,50 @@ def test_a_cpu_has_no_second_stream() -> None:
         states, weights = random_inputs(cell, (5, 5), 2)
         fuse(cell)(states, weights.flatten())[-1].sum().backward()  # type: ignore[no-untyped-call]
     assert all(p.grad is not None for p in cell.parameters())
+
+
+class Recorder:
+    """Stands for a CUDA stream, or an event: notes what waits for what."""
+
+    cuda_stream = 1
+
+    def __init__(self, log: list[str], name: str) -> None:
+        self._log, self._name = log, name
+
+    def wait_stream(self, other: Recorder) -> None:
+        self._log.append(f"{self._name} waits for {other._name}")
+
+    def wait_event(self, event: Recorder) -> None:
+        self._log.append(f"{self._name} waits for an event")
+
+    def record(self, stream: Recorder) -> None:
+        self._log.append(f"event on {stream._name}")
+
+
+def test_a_backward_pass_waits_for_earlier_cells_and_at_its_end_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    log: list[str] = []
+    first, second = Recorder(log, "first"), Recorder(log, "second")
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: first)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    monkeypatch.setattr(torch.cuda, "Event", lambda: Recorder(log, "event"))
+    monkeypatch.setattr(streams, "second_stream", lambda device, number: second)
+    monkeypatch.setattr(cell_kernels, "uses_second_stream", lambda device: True)
+    monkeypatch.setattr(streams, "uses_second_stream", lambda device: True)
+    cells = [build_cell("nb201", 0) for _ in range(4)]
+    states, weights = random_inputs(cells[0], (5, 5), 2, torch.float32)
+    value = states[0]
+    for cell in cells:
+        value = fuse(cell)([value], weights.flatten())[-1]
+    torch.autograd.grad(value.sum(), [p for cell in cells for p in cell.parameters()])
+    assert log == [
+        *["second waits for first", "event on second"] * 3,
+        "first waits for an event",
+        *["second waits for first", "event on second"],
+        "first waits for an event",
+        *["first waits for second"] * 4,
+    ]
+    assert not any(waiting for _, waiting in streams._waiting.values()), "no memory is kept"
+    streams._waiting.clear()
 
 
 @with_tail

@@ -30,7 +30,7 @@ from softcell.kernels.norm import (
 )
 from softcell.kernels.pool import NONE, Leaving, Pool, average_pool, gather_gradient, pool
 from softcell.kernels.shared import SharedRows
-from softcell.kernels.streams import alongside
+from softcell.kernels.streams import alongside, uses_second_stream
 from softcell.kernels.taps import (
     Group,
     apply_group,
@@ -229,6 +229,7 @@ class _MixedCell(torch.autograd.Function):
             normalise(buffer, moments, planes)
         ctx.program, ctx.dtype, ctx.by_batch = program, dtype, running is None
         ctx.shared = shared if running is None else None
+        ctx.second_stream = uses_second_stream(buffer.device)
         ctx.save_for_backward(mix, given_weights, weights, running, factors, moments, winners, buffer, given, *states)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(moments)
@@ -279,7 +280,7 @@ class _MixedCell(torch.autograd.Function):
             others = [wave for wave in program.waves if wave not in outer]
             if program.stride == 1:
                 outer, others = list(program.waves), []
-            with alongside(buffer.device, given, buffer, gradient):
+            with alongside(ctx.second_stream, given, buffer, gradient):
                 weight_grad = flat = torch.empty_like(given_weights)  # every weight belongs to a group
                 weight_gradient(given, gradient, flat, [g for wave in outer for g in wave.first])
                 weight_gradient(buffer, gradient, flat, [g for wave in others for g in wave.first])

@@ -22,8 +22,11 @@ from softcell.kernels.settings import current
 MOST_WAITING = 2
 """Cells whose gradients of weights may still be running; more would keep their memory longer."""
 
-_read: dict[int, deque[tuple[torch.cuda.Event, tuple[Tensor, ...]]]] = {}
-"""By stream: what its second stream still reads, and the events after which it does not."""
+Waiting = deque[tuple[torch.cuda.Event, tuple[Tensor, ...]]]
+"""What a second stream still reads, and the events after which it does not."""
+
+_waiting: dict[int, tuple[int, Waiting]] = {}
+"""By stream: the backward pass, by its number, and what it left running."""
 
 
 def uses_second_stream(device: torch.device) -> bool:
@@ -48,14 +51,16 @@ def backward_on_second_stream(device: torch.device) -> Iterator[torch.cuda.Strea
 
 
 @contextmanager
-def alongside(device: torch.device, *read: Tensor) -> Iterator[None]:
+def alongside(enabled: bool, *read: Tensor) -> Iterator[None]:
     """What is launched within, in a backward pass, runs at the same time as what follows.
 
-    read: tensors that it reads. They must not be changed, and their memory is kept until the first stream has waited.
+    enabled: what `uses_second_stream` said in the forward pass. read: tensors that it reads. They must not be changed,
+    and their memory is kept until the first stream has waited.
     """
-    if not uses_second_stream(device):
+    if not enabled:
         yield
         return
+    device = read[0].device
     first = torch.cuda.current_stream(device)
     second = second_stream(device, first.cuda_stream)
     second.wait_stream(first)
@@ -63,20 +68,26 @@ def alongside(device: torch.device, *read: Tensor) -> Iterator[None]:
         yield
     done = torch.cuda.Event()  # type: ignore[no-untyped-call]
     done.record(second)
-    _read.setdefault(first.cuda_stream, deque()).append((done, read))
-    _wait(first, MOST_WAITING)
+    number = torch._C._current_graph_task_id()
+    before, waiting = _waiting.get(first.cuda_stream, (number, Waiting()))
+    if before != number:  # that pass failed, or this one is inside it
+        if waiting:
+            first.wait_stream(second)
+        waiting = Waiting()
+    _waiting[first.cuda_stream] = number, waiting
+    waiting.append((done, read))
+    _wait(first, waiting, MOST_WAITING)
 
     def join() -> None:
-        _wait(first, 0)
         first.wait_stream(second)
+        waiting.clear()
 
     # Called at the end of this backward pass.
     torch.autograd.Variable._execution_engine.queue_callback(join)
 
 
-def _wait(first: torch.cuda.Stream, most: int) -> None:
+def _wait(first: torch.cuda.Stream, waiting: Waiting, most: int) -> None:
     """Make the stream wait until its second stream reads the tensors of at most `most` calls; forget the others."""
-    waiting = _read.get(first.cuda_stream, deque())
     while len(waiting) > most:
         done, _ = waiting.popleft()
         first.wait_event(done)
