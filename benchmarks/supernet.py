@@ -51,6 +51,8 @@ CHANGES: dict[str, dict[str, Any]] = {
     "64 columns": {"convolve": (64, 4, 3), "weight": (64, 4, 3)},
 }
 """Fields of `CellSettings`, and entries of `SHAPES`, that differ from the chosen ones; the most important first."""
+MEASURED = {"nb201": tuple(CHANGES)[:7], "darts": tuple(CHANGES)[:5]}
+"""What is measured unless settings are named: as much as fits into two minutes with compiling."""
 SEVERAL = ("chosen", "all")
 """Settings that are also measured with several searches at once."""
 
@@ -186,15 +188,14 @@ def main(arguments: list[str] | None = None) -> None:
     from softcell.engine.session import open_session
 
     parser = argparse.ArgumentParser(prog="python -m benchmarks.supernet", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--space", action="append", choices=("nb201", "darts"), help="one of both; may be repeated")
-    parser.add_argument("--settings", nargs="*", default=list(CHANGES), help="names of CHANGES or JSON objects")
+    parser.add_argument("--space", nargs=1, choices=("nb201", "darts"), help="one of both")
+    parser.add_argument("--settings", nargs="*", help="names of CHANGES or JSON objects")
     parser.add_argument("--rounds", type=int, default=40, help="timed steps of each")
     parser.add_argument("--at-once", type=int, default=4, help="searches that share the device; 0: not measured")
     parser.add_argument("--minutes", type=float, default=2.0, help="what no time is left for is left out")
     parser.add_argument("--out", type=Path, help="where to write the JSON record")
     given = parser.parse_args(arguments)
     began = time.monotonic()
-    settings = {name: CHANGES[name] if name in CHANGES else json.loads(name) for name in given.settings}
     rows: list[dict[str, Any]] = []
     shared: list[dict[str, Any]] = []
 
@@ -206,13 +207,16 @@ def main(arguments: list[str] | None = None) -> None:
     with opened as session, made_data() as data:
         os.environ[SWITCH] = "0"  # all kernels are compiled before the first search
         cases = {case.space: case for case in PAPER}
-        for space, share in zip(given.space or ("nb201", "darts"), (0.35, 0.8), strict=False):
+        spaces = given.space or ["nb201", "darts"]
+        for space, share in zip(spaces, (0.4, 0.85)[-len(spaces) :], strict=True):
+            names = given.settings or MEASURED[space]
+            settings = {name: CHANGES[name] if name in CHANGES else json.loads(name) for name in names}
             end = began + 60 * given.minutes * share
             rows += steps(cases[space], settings, data, session, given.rounds, end)
             write()
             Console(width=110).print(shown([row for row in rows if row["space"] == space]))
             for name in (name for name in SEVERAL if name in settings and given.at_once):
-                if time.monotonic() > end + 12 * given.minutes:
+                if time.monotonic() > end + 9 * given.minutes:
                     print(f"{space}, {name}, {given.at_once} at once: no time left", flush=True)
                     continue
                 with changed(settings[name]):
