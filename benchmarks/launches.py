@@ -30,6 +30,7 @@ CASES = [
     Case("nos", {}, (3, 32, 32), 2, "nos"),
     Case("nb201", {}, (3, 32, 32), 2, "itnas", {"recompute": False}, "single-level"),
     Case("nb201", {}, (3, 32, 32), 2),
+    Case("darts", {}, (3, 32, 32), 2),
     Case("fullattention", {}, (3, 32, 32), 2, "fullattention"),
 ]
 KERNELS: list[tuple[Any, dict[str, int]]] = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +14,7 @@ from softcell.arch import WeightMix
 from softcell.kernels.cell import mixed_cell, mixed_cell_reference
 from softcell.kernels.norm import gradient_sums
 from softcell.kernels.taps import Group, Window, masked_input_gradient, tiles
+from softcell.nn.norm import updates_together
 from softcell.spaces import build_space
 from softcell.spaces._fused_plan import Entry, Unfit, plan
 from softcell.spaces.execution import kernels_serve, modules_only
@@ -90,7 +92,8 @@ def test_the_function_equals_its_twin_in_both_orders(apart: bool) -> None:
             ),  # type: ignore[arg-type]
             inputs,
         )
-        found.append([*nodes, moments, *first, *second, *plain])
+        normed = [plane for plane, _ in fused.norms]  # statistics of others are undefined
+        found.append([*nodes, moments[:, normed], *first, *second, *plain])
     for mine, theirs in zip(*found, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-8, atol=1e-8)
 
@@ -183,6 +186,41 @@ def test_bfloat16_errors_are_no_larger_than_those_of_modules(
 ) -> None:
     cell = build_cell(space, number, channels=channels).train(training)
     require_rounding_only(*short_outcomes(cell, (9, 8), 4))
+
+
+@pytest.mark.parametrize("momentum", [0.1, None])
+def test_running_statistics_are_the_same_when_they_are_updated_together(momentum: float | None) -> None:
+    """Two cells, one of which runs twice, with maps of different sizes."""
+    found = []
+    for context in (nullcontext, updates_together):
+        cells = [build_cell("nb201", number) for number in (0, 1)]
+        for module in (module for cell in cells for module in cell.modules()):
+            if isinstance(module, nn.BatchNorm2d):
+                module.momentum = momentum
+        forms = [fuse(cell) for cell in cells]
+        with context():
+            for number, size in ((0, 7), (1, 5), (0, 6), (1, 9)):
+                states, weights = random_inputs(cells[number], (size, size), 2, torch.float32)
+                forms[number](states, weights.flatten())
+        found.append([buffer for cell in cells for buffer in cell.buffers()])
+    assert any(int(buffer) == 2 for buffer in found[0] if not buffer.dim())
+    for mine, theirs in zip(*found, strict=True):
+        assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize("space", ["nb201", "darts"])
+def test_only_the_last_node_may_have_a_gradient(space: str) -> None:
+    """A node that is read by later ones and a node that is not, each without a gradient of its own."""
+    cell = build_cell(space).double()
+    states, weights = random_inputs(cell, (5, 6), 2)
+    inputs = [t.requires_grad_() for t in (*states, weights)]
+    for last in (-1, cell.inputs):
+        mine = torch.autograd.grad(fuse(cell)(states, weights.flatten())[last].square().sum(), inputs)
+        with modules_only():
+            node = cell(states, OneSite(weights), 0)[last]
+        theirs = torch.autograd.grad(node.square().sum(), inputs)
+        for own, expected in zip(mine, theirs, strict=True):
+            torch.testing.assert_close(own, expected)
 
 
 def test_bfloat16_stays_bfloat16() -> None:

@@ -1,12 +1,13 @@
 """Batch normalisation shared by two processes against torch's own on the whole batch."""
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from softcell.nn.norm import BatchNorm2d
+from softcell.nn.norm import BatchNorm2d, updates_together
 from tests.helpers.engine_launch import on_ranks
 from tests.helpers.engine_ranks import CASES, norm_case
 
@@ -71,5 +72,18 @@ def test_one_process_gives_torchs_own_bits(options: dict[str, Any], dtype: torch
         y = norm(leaf)
         (y**3).sum().backward()
         found.append([y, leaf.grad, norm.eval()(x), *norm.state_dict().values()])
+    for mine, theirs in zip(*found, strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def test_counts_of_batches_are_the_same_when_they_are_added_together() -> None:
+    x = torch.randn(4, 2, 3, 3, generator=torch.Generator().manual_seed(0))
+    found = []
+    for context in (nullcontext, updates_together):
+        once, twice = BatchNorm2d(2), BatchNorm2d(2)
+        with context():
+            y = twice(once(twice(x)))
+        assert (int(once.num_batches_tracked or 0), int(twice.num_batches_tracked or 0)) == (1, 2)
+        found.append([y, *once.buffers(), *twice.buffers()])
     for mine, theirs in zip(*found, strict=True):
         assert torch.equal(mine, theirs)

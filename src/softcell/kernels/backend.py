@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from softcell.kernels.settings import current
+
 _TWINS_ONLY: ContextVar[bool] = ContextVar("twins_only", default=False)
 
 
@@ -113,6 +115,8 @@ class KeptTable:
         # Before a capture begins everything has arrived, and a capture must not query events from outside.
         if self._copied is None or torch.cuda.is_current_stream_capturing():
             return
+        if current().early_launch:  # such kernels read tables before they wait for what precedes them
+            self._copied.synchronize()
         if self._copied.query():  # type: ignore[no-untyped-call]
             self._copied = None
         else:

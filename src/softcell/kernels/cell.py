@@ -30,6 +30,7 @@ from softcell.kernels.norm import (
 )
 from softcell.kernels.pool import NONE, Leaving, Pool, average_pool, gather_gradient, pool
 from softcell.kernels.shared import SharedRows
+from softcell.kernels.streams import alongside, uses_second_stream
 from softcell.kernels.taps import (
     Group,
     apply_group,
@@ -102,8 +103,9 @@ def mixed_cell(
     dtype: what to compute and keep values in; sums are float32 or wider. mix [weights] and weights [size], flat, in
     float32 or wider; running [2, planes, c]: mean and variance to normalise by, or None for those of the batch; factors
     [choices, n] float32: what drop-path scales each choice of each sample by, or None; states: the input nodes,
-    [n, c, h, w]. The statistics are mean, 1/√(variance + eps) and biased variance; they carry no
-    gradient. shared: merges the statistics of a batch over all ranks, by one collective per norm group.
+    [n, c, h, w]. The statistics are mean, 1/√(variance + eps) and biased variance; they carry no gradient, and those of
+    planes without a norm are undefined. shared: merges the statistics of a batch over all ranks, by one collective per
+    norm group.
     """
     *nodes, moments = _MixedCell.apply(  # type: ignore[no-untyped-call]
         program, dtype, shared, mix, weights, running, factors, *states
@@ -198,7 +200,7 @@ class _MixedCell(torch.autograd.Function):
         partial: Tensor | None = None
         if running is None:
             partial = weights.new_empty(2, tiles(rows), program.planes, c, dtype=wide)
-            moments = weights.new_zeros(3, program.planes, c, dtype=wide)
+            moments = weights.new_empty(3, program.planes, c, dtype=wide)  # read only where a norm follows
         else:
             mean, variance = running
             moments = torch.stack([mean, torch.rsqrt(variance + program.eps), variance]).to(wide)
@@ -227,6 +229,7 @@ class _MixedCell(torch.autograd.Function):
             normalise(buffer, moments, planes)
         ctx.program, ctx.dtype, ctx.by_batch = program, dtype, running is None
         ctx.shared = shared if running is None else None
+        ctx.second_stream = uses_second_stream(buffer.device)
         ctx.save_for_backward(mix, given_weights, weights, running, factors, moments, winners, buffer, given, *states)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(moments)
@@ -242,10 +245,14 @@ class _MixedCell(torch.autograd.Function):
             return _differentiable_backward(program, ctx.dtype, shared, grads[:-1], leaves, constants)
         gradient = torch.empty_like(buffer)
         given_gradient = gradient if program.stride == 1 else torch.empty_like(given)
-        mix_gradient = torch.zeros_like(mix) if program.terms else None
+        mix_wanted = is_wanted(ctx, 0)  # tensors are mix, weights, states; in weight steps the mix needs no gradient
+        mix_gradient: Tensor | None = None
+        if program.terms:  # weights of `none` are written by no kernel
+            mix_gradient = torch.zeros_like(mix) if mix_wanted else torch.empty_like(mix)
         arrived = dict(zip(program.results, grads[:-1], strict=True))
         for plane in (plane for plane, own in arrived.items() if own is None):
-            gradient[plane].zero_()
+            if plane >= program.nodes or program.wave_of(plane) is None:  # else the wave writes it first
+                gradient[plane].zero_()
         given_grads = {plane: own.permute(0, 2, 3, 1) for plane, own in arrived.items() if own is not None}
         if given_grads:
             torch._foreach_copy_([gradient[plane] for plane in given_grads], list(given_grads.values()))
@@ -261,24 +268,25 @@ class _MixedCell(torch.autograd.Function):
                 inward = node < program.inputs
                 x, dx = (given, given_gradient) if inward else (buffer, gradient)
                 own = (wave, x, dx, buffer, gradient, moments, mix, factors, weights, winners, inward)
-                _leave(*own, ctx.by_batch, shared)
+                _leave(*own, ctx.by_batch, shared, adds=not inward and node in given_grads)
             if mix_gradient is not None and node >= program.inputs:
                 terms = program.terms[node - program.inputs]
                 values = (buffer, gradient, moments, mix, factors, mix_gradient)
                 merge = shared.merge_sums if shared is not None and any(t.normed for t in terms) else None
                 combine_gradient(*values, node, terms, by_batch=ctx.by_batch, merge=merge)
         weight_grad: Tensor | None = None
-        if is_wanted(ctx, 1):  # tensors are mix, weights, states; in architecture steps weights need no gradient
-            weight_grad = flat = torch.zeros_like(given_weights)
+        if is_wanted(ctx, 1):  # in architecture steps weights need no gradient
             outer = [wave for wave in program.waves if wave.sources[0] < program.inputs]
             others = [wave for wave in program.waves if wave not in outer]
             if program.stride == 1:
                 outer, others = list(program.waves), []
-            weight_gradient(given, gradient, flat, [g for wave in outer for g in wave.first])
-            weight_gradient(buffer, gradient, flat, [g for wave in others for g in wave.first])
-            weight_gradient(buffer, gradient, flat, [g for wave in program.waves for g in wave.second])
+            with alongside(ctx.second_stream, given, buffer, gradient):
+                weight_grad = flat = torch.empty_like(given_weights)  # every weight belongs to a group
+                weight_gradient(given, gradient, flat, [g for wave in outer for g in wave.first])
+                weight_gradient(buffer, gradient, flat, [g for wave in others for g in wave.first])
+                weight_gradient(buffer, gradient, flat, [g for wave in program.waves for g in wave.second])
         inputs = [given_gradient[i].permute(0, 3, 1, 2).to(state.dtype) for i, state in enumerate(states)]
-        return None, None, None, mix_gradient, weight_grad, None, None, *inputs
+        return None, None, None, mix_gradient if mix_wanted else None, weight_grad, None, None, *inputs
 
 
 def _leave(
@@ -295,8 +303,13 @@ def _leave(
     inward: bool,
     by_batch: bool,
     shared: SharedRows | None,
+    *,
+    adds: bool,
 ) -> None:
-    """From the gradients of all outgoing operations of a wave's sources to those of the sources."""
+    """From the gradients of all outgoing operations of a wave's sources to those of the sources.
+
+    adds: the sources' gradients already hold something, to be kept.
+    """
     c = buffer.shape[-1]
     if wave.second:
         partial = _room_for_sums(buffer, moments)
@@ -312,7 +325,7 @@ def _leave(
     for source, identities in zip(wave.sources, wave.identities, strict=True):
         own = [i for i, part in enumerate(parts) if part.group.source == source]
         pooled = next((p for p in wave.pools if p.source == source), None)
-        leaving.append(Leaving(source, own[0] if own else 0, len(own), identities, pooled, adds=not inward))
+        leaving.append(Leaving(source, own[0] if own else 0, len(own), identities, pooled, adds))
     gather_gradient(x, sums, gradient, dx, mix, factors, winners, leaving)
 
 

@@ -5,6 +5,8 @@ import triton
 import triton.language as tl
 
 from softcell.kernels.backend import table
+from softcell.kernels.launch_triton import await_previous, launching
+from softcell.kernels.settings import current
 from softcell.kernels.taps import TILE
 
 UNROLL = 4
@@ -13,8 +15,9 @@ UNROLL = 4
 @triton.jit(do_not_specialize=["rows", "tiles", "planes", "first"])
 def _finish_moments(
     partial_ptr, moments_ptr, rows, tiles, planes, first, eps, C: tl.constexpr, CB: tl.constexpr, TILE: tl.constexpr,
-    BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    await_previous(EARLY)
     plane = first + tl.program_id(0)
     c = tl.arange(0, CB)
     c_ok = c < C
@@ -41,7 +44,11 @@ def _finish_moments(
 
 
 @triton.jit(do_not_specialize=["rows", "planes", "first"])
-def _normalise(y_ptr, moments_ptr, rows, planes, first, C: tl.constexpr, CB: tl.constexpr, BLOCK: tl.constexpr):
+def _normalise(
+    y_ptr, moments_ptr, rows, planes, first, C: tl.constexpr, CB: tl.constexpr, BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
+):  # fmt: skip
+    await_previous(EARLY)
     plane = first + tl.program_id(1)
     m = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     c = tl.arange(0, CB)
@@ -56,7 +63,9 @@ def _normalise(y_ptr, moments_ptr, rows, planes, first, C: tl.constexpr, CB: tl.
 @triton.jit(do_not_specialize=["rows", "tiles", "planes", "first"])
 def _gradient_sums(
     y_ptr, dy_ptr, partial_ptr, rows, tiles, planes, first, C: tl.constexpr, CB: tl.constexpr, TILE: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
+    await_previous(EARLY)
     tile = tl.program_id(0)
     plane = first + tl.program_id(1)
     m = tile * TILE + tl.arange(0, TILE)
@@ -71,7 +80,11 @@ def _gradient_sums(
 
 
 @triton.jit(do_not_specialize=["tiles", "planes", "first"])
-def _finish_sums(partial_ptr, sums_ptr, tiles, planes, first, C: tl.constexpr, CB: tl.constexpr, BLOCK: tl.constexpr):
+def _finish_sums(
+    partial_ptr, sums_ptr, tiles, planes, first, C: tl.constexpr, CB: tl.constexpr, BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
+):  # fmt: skip
+    await_previous(EARLY)
     plane = first + tl.program_id(0)
     slot = tl.program_id(1)
     c = tl.arange(0, CB)
@@ -88,8 +101,9 @@ def _finish_sums(partial_ptr, sums_ptr, tiles, planes, first, C: tl.constexpr, C
 @triton.jit(do_not_specialize=["rows", "planes", "first"])
 def _normalise_gradient(
     y_ptr, dy_ptr, moments_ptr, sums_ptr, rows, planes, first, scale, C: tl.constexpr, CB: tl.constexpr,
-    BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    await_previous(EARLY)
     plane = first + tl.program_id(1)
     m = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     c = tl.arange(0, CB)
@@ -109,7 +123,9 @@ def _normalise_gradient(
 def _combine(
     buffer_ptr, moments_ptr, mix_ptr, factors_ptr, terms_ptr, num_terms, rows, area, samples, planes, node,
     C: tl.constexpr, CB: tl.constexpr, BLOCK: tl.constexpr, UNROLL: tl.constexpr, DROPS: tl.constexpr,
+    AHEAD: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    await_previous(EARLY)
     m = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     c = tl.arange(0, CB)
     c_ok = c < C
@@ -119,21 +135,47 @@ def _combine(
     total = tl.zeros((BLOCK, CB), dtype=tl.float32)
     shift = tl.zeros((CB,), dtype=tl.float32)
     for t in range(0, num_terms, UNROLL):
-        for i in tl.static_range(UNROLL):
-            row = terms_ptr + (t + i) * 5
-            plane, normed = tl.load(row), tl.load(row + 2)
-            weight = tl.load(mix_ptr + tl.load(row + 1)) * tl.load(row + 3).to(tl.float32)
-            mean = tl.load(moments_ptr + plane * C + c, mask=c_ok & (normed > 0), other=0.0)
-            rstd = tl.load(moments_ptr + (planes + plane) * C + c, mask=c_ok & (normed > 0), other=1.0)
-            value = tl.load(buffer_ptr + plane * size + at, mask=ok, other=0.0).to(tl.float32)
-            scale = weight * rstd
-            if DROPS:
-                factor = tl.load(factors_ptr + tl.load(row + 4) * samples + m // area, mask=m < rows, other=0.0)
-                inner = (value - mean[None, :]) * scale[None, :]
-                total += tl.where(weight == 0.0, 0.0, inner) * factor[:, None]
-            else:
-                total += tl.where(weight == 0.0, 0.0, value) * scale[None, :]
-                shift += mean * scale
+        if AHEAD:  # everything is read before the first value is used, so that reads do not wait for each other
+            rows_read = ()
+            for i in tl.static_range(UNROLL):
+                row = terms_ptr + (t + i) * 5
+                rows_read += ((tl.load(row), tl.load(row + 1), tl.load(row + 2), tl.load(row + 3)),)
+            read = ()
+            for i in tl.static_range(UNROLL):
+                plane, at_weight, normed, counts = rows_read[i]
+                read += ((
+                    tl.load(buffer_ptr + plane * size + at, mask=ok, other=0.0),
+                    tl.load(moments_ptr + plane * C + c, mask=c_ok & (normed > 0), other=0.0),
+                    tl.load(moments_ptr + (planes + plane) * C + c, mask=c_ok & (normed > 0), other=1.0),
+                    tl.load(mix_ptr + at_weight) * counts.to(tl.float32),
+                ),)  # fmt: skip
+            for i in tl.static_range(UNROLL):
+                value, mean, rstd, weight = read[i]
+                scale = weight * rstd
+                if DROPS:
+                    choice = tl.load(terms_ptr + (t + i) * 5 + 4)
+                    factor = tl.load(factors_ptr + choice * samples + m // area, mask=m < rows, other=0.0)
+                    inner = (value.to(tl.float32) - mean[None, :]) * scale[None, :]
+                    total += tl.where(weight == 0.0, 0.0, inner) * factor[:, None]
+                else:
+                    total += tl.where(weight == 0.0, 0.0, value.to(tl.float32)) * scale[None, :]
+                    shift += mean * scale
+        else:
+            for i in tl.static_range(UNROLL):
+                row = terms_ptr + (t + i) * 5
+                plane, normed = tl.load(row), tl.load(row + 2)
+                weight = tl.load(mix_ptr + tl.load(row + 1)) * tl.load(row + 3).to(tl.float32)
+                mean = tl.load(moments_ptr + plane * C + c, mask=c_ok & (normed > 0), other=0.0)
+                rstd = tl.load(moments_ptr + (planes + plane) * C + c, mask=c_ok & (normed > 0), other=1.0)
+                value = tl.load(buffer_ptr + plane * size + at, mask=ok, other=0.0).to(tl.float32)
+                scale = weight * rstd
+                if DROPS:
+                    factor = tl.load(factors_ptr + tl.load(row + 4) * samples + m // area, mask=m < rows, other=0.0)
+                    inner = (value - mean[None, :]) * scale[None, :]
+                    total += tl.where(weight == 0.0, 0.0, inner) * factor[:, None]
+                else:
+                    total += tl.where(weight == 0.0, 0.0, value) * scale[None, :]
+                    shift += mean * scale
     to = buffer_ptr + node * size + at
     tl.store(to, (total - shift[None, :]).to(buffer_ptr.dtype.element_ty), mask=ok)
 
@@ -142,12 +184,14 @@ def _combine(
 def _combine_sums(
     buffer_ptr, gradient_ptr, moments_ptr, factors_ptr, partial_ptr, terms_ptr, num_terms, rows, rows_each, area,
     samples, planes, node, C: tl.constexpr, CB: tl.constexpr, BLOCK: tl.constexpr, DROPS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     t = tl.program_id(1)
     c = tl.arange(0, CB)
     c_ok = c < C
     row = terms_ptr + t * 5
     plane, normed, plain, choice = tl.load(row), tl.load(row + 2), tl.load(row + 3), tl.load(row + 4)
+    await_previous(EARLY)
     mean = tl.load(moments_ptr + plane * C + c, mask=c_ok & (normed > 0), other=0.0)
     rstd = tl.load(moments_ptr + (planes + plane) * C + c, mask=c_ok & (normed > 0), other=1.0)
     size = rows.to(tl.int64) * C
@@ -170,8 +214,9 @@ def _combine_sums(
 @triton.jit(do_not_specialize=["num_terms", "splits"])
 def _combine_finish(
     partial_ptr, sums_ptr, mix_gradient_ptr, terms_ptr, num_terms, splits, C: tl.constexpr, CB: tl.constexpr,
-    BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    await_previous(EARLY)
     t = tl.program_id(0)
     c = tl.arange(0, CB)
     total = tl.zeros((BLOCK, CB), dtype=tl.float32)
@@ -188,11 +233,13 @@ def _combine_finish(
 @triton.jit(do_not_specialize=["rows", "area", "samples", "planes", "node"])
 def _combine_write(
     buffer_ptr, gradient_ptr, moments_ptr, mix_ptr, factors_ptr, sums_ptr, terms_ptr, rows, area, samples, planes, node,
-    scale, C: tl.constexpr, CB: tl.constexpr, BLOCK: tl.constexpr, DROPS: tl.constexpr,
+    scale, C: tl.constexpr, CB: tl.constexpr, BLOCK: tl.constexpr, DROPS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     row = terms_ptr + tl.program_id(1) * 7
-    plane, weight, normed = tl.load(row), tl.load(mix_ptr + tl.load(row + 1)), tl.load(row + 2)
+    plane, at_weight, normed = tl.load(row), tl.load(row + 1), tl.load(row + 2)
     adds, t, choice, plain = tl.load(row + 3), tl.load(row + 4), tl.load(row + 5), tl.load(row + 6)
+    await_previous(EARLY)
+    weight = tl.load(mix_ptr + at_weight)
     m = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     c = tl.arange(0, CB)
     c_ok = c < C
@@ -217,7 +264,7 @@ def _combine_write(
 
 def _sizes(x):
     c = x.shape[-1]
-    return {"C": c, "CB": triton.next_power_of_2(c)}, x[0].numel() // c
+    return {"C": c, "CB": triton.next_power_of_2(c), **launching()}, x[0].numel() // c
 
 
 def _rows(settings, elements):
@@ -225,8 +272,8 @@ def _rows(settings, elements):
 
 
 def finish_moments(partial, rows, moments, planes, eps):
-    settings, _ = _sizes(moments)
-    block = min(_rows(settings, 2048), triton.next_power_of_2(partial.shape[1]))
+    settings, own = _sizes(moments)[0], current()
+    block = min(_rows(settings, own.moments_values), triton.next_power_of_2(partial.shape[1]))
     _finish_moments[(len(planes),)](
         partial,
         moments,
@@ -237,6 +284,7 @@ def finish_moments(partial, rows, moments, planes, eps):
         eps,
         TILE=TILE,
         BLOCK=block,
+        num_warps=own.moments_warps,
         **settings,
     )
 
@@ -284,7 +332,8 @@ def combine(buffer, moments, mix, factors, node, terms):
     block = _rows(settings, 1024)
     _combine[(triton.cdiv(rows, block),)](
         buffer, moments, mix, mix if factors is None else factors, table(tuple(listed), buffer.device), len(terms),
-        rows, planes=len(buffer), node=node, BLOCK=block, UNROLL=UNROLL, num_warps=4, **settings,
+        rows, planes=len(buffer), node=node, BLOCK=block, UNROLL=UNROLL, AHEAD=current().reads_ahead, num_warps=4,
+        **settings,
         **_dropping(buffer, factors),
     )  # fmt: skip
 
@@ -302,8 +351,10 @@ def combine_gradient(buffer, gradient, moments, mix, factors, mix_gradient, node
         *((node, 0, 0, 1, choice) for choice in choices),
     )
     scales, drops = mix if factors is None else factors, _dropping(buffer, factors)
-    block = _rows(settings, 1024)
-    splits = max(1, min(triton.cdiv(rows, block), 64, triton.cdiv(2112, len(reduced))))
+    own = current()
+    block = _rows(settings, own.sums_values)
+    # Enough programs for all multiprocessors several times over.
+    splits = max(1, min(triton.cdiv(rows, block), own.splits, triton.cdiv(33 * own.splits, len(reduced))))
     each = triton.cdiv(triton.cdiv(rows, splits), block) * block
     splits = triton.cdiv(rows, each)
     partial = moments.new_empty(splits, len(reduced), c)
@@ -313,7 +364,7 @@ def combine_gradient(buffer, gradient, moments, mix, factors, mix_gradient, node
         buffer, gradient, moments, scales, partial, listed, len(reduced), rows, each, planes=len(buffer), node=node,
         BLOCK=block, **settings, **drops,
     )  # fmt: skip
-    small = min(_rows(settings, 1024), triton.next_power_of_2(splits))
+    small = min(_rows(settings, own.sums_values), triton.next_power_of_2(splits))
     _combine_finish[(len(reduced),)](partial, sums, mix_gradient, listed, len(reduced), splits, BLOCK=small, **settings)
     if merge is not None and by_batch:
         sums = merge(sums)

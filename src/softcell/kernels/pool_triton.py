@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 
 from softcell.kernels.backend import table
+from softcell.kernels.launch_triton import await_previous, launching
 from softcell.kernels.taps import TILE
 
 
@@ -12,10 +13,11 @@ from softcell.kernels.taps import TILE
 def _pool(
     x_ptr, y_ptr, winners_ptr, partial_ptr, jobs_ptr, rows, height, width, out_height, out_width, x_plane, planes,
     C: tl.constexpr, CB: tl.constexpr, STRIDE: tl.constexpr, BLOCK: tl.constexpr, STATS: tl.constexpr,
-    LARGEST: tl.constexpr,
+    LARGEST: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     job = jobs_ptr + tl.program_id(1) * 4
     source, largest, average, slot = tl.load(job), tl.load(job + 1), tl.load(job + 2), tl.load(job + 3)
+    await_previous(EARLY)
     m = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     c = tl.arange(0, CB)
     c_ok = c < C
@@ -68,10 +70,12 @@ def _gather_gradient(
     x_ptr, parts_ptr, dy_ptr, dx_ptr, mix_ptr, factors_ptr, winners_ptr, jobs_ptr, identities_ptr, rows, height, width,
     out_height, out_width, dy_plane, samples, C: tl.constexpr, CB: tl.constexpr, STRIDE: tl.constexpr,
     BLOCK: tl.constexpr, POOLED: tl.constexpr, LARGEST: tl.constexpr, DROPS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     job = jobs_ptr + tl.program_id(1) * 9
     source, first, count = tl.load(job), tl.load(job + 1), tl.load(job + 2)
     begin, end, adds = tl.load(job + 3), tl.load(job + 4), tl.load(job + 5)
+    await_previous(EARLY)
     m = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     c = tl.arange(0, CB)
     c_ok = c < C
@@ -129,7 +133,7 @@ def _gather_gradient(
 
 def _settings(x):
     c = x.shape[-1]
-    return {"C": c, "CB": triton.next_power_of_2(c)}
+    return {"C": c, "CB": triton.next_power_of_2(c), **launching()}
 
 
 def _has_maximum(pools):

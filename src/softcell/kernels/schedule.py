@@ -68,7 +68,7 @@ class Launch:
 
 
 @functools.cache
-def _second_stream(device: torch.device, number: int) -> torch.cuda.Stream:
+def second_stream(device: torch.device, number: int) -> torch.cuda.Stream:
     """One for each stream that forks work, by its number, so that independent steps do not wait for each other.
 
     Its priority is the lowest: what runs alongside may wait for what the next launches need.
@@ -174,7 +174,7 @@ class Schedule:
                 self._waiting.append((launches, dict(tensors)))
                 return
             current = torch.cuda.current_stream(self.device)
-            second = _second_stream(self.device, current.cuda_stream)
+            second = second_stream(self.device, current.cuda_stream)
             second.wait_stream(current)
             with torch.cuda.stream(second):
                 for launch in launches:
@@ -195,7 +195,7 @@ class Schedule:
                         launch(seen)
                 return
             current = torch.cuda.current_stream(self.device)
-            current.wait_stream(_second_stream(self.device, current.cuda_stream))
+            current.wait_stream(second_stream(self.device, current.cuda_stream))
 
         self._steps.append(step)
         self._beside = set()

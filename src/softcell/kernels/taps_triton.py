@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from softcell.kernels.backend import table
+from softcell.kernels.launch_triton import await_previous, launching
 from softcell.kernels.taps import TILE, Share
 
 # Most columns of a block, warps, stages of prefetching; by kernel, as measured in bfloat16 on an H200.
@@ -40,6 +41,7 @@ def _convolve(
     BLOCK_K: tl.constexpr,
     STATS: tl.constexpr,
     PRECISION: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     job = jobs_ptr + tl.program_id(1) * 9
     size, magic, dilation = tl.load(job), tl.load(job + 1), tl.load(job + 2)
@@ -58,6 +60,7 @@ def _convolve(
     n_ok = n < columns
     x_base = x_ptr + source.to(tl.int64) * x_plane
     w_base = w_ptr + offset
+    await_previous(EARLY)
     acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     for k0 in range(0, taps * CB, BLOCK_K):
         k = k0 + tl.arange(0, BLOCK_K)
@@ -115,6 +118,7 @@ def _input_gradient(
     BLOCK_K: tl.constexpr,
     MASKED: tl.constexpr,
     PRECISION: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     job = jobs_ptr + tl.program_id(1) * 11
     size, magic, dilation = tl.load(job), tl.load(job + 1), tl.load(job + 2)
@@ -134,6 +138,7 @@ def _input_gradient(
     dy_base = dy_ptr + first.to(tl.int64) * plane_size
     w_base = w_ptr + offset
     image_start = image * out_height
+    await_previous(EARLY)
     acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     for k0 in range(begin * CB, end * CB, BLOCK_K):
         k = k0 + tl.arange(0, BLOCK_K)
@@ -195,6 +200,7 @@ def _weight_gradient(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     PRECISION: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     job = jobs_ptr + tl.program_id(0) * 10
     size, magic, dilation = tl.load(job), tl.load(job + 1), tl.load(job + 2)
@@ -217,6 +223,7 @@ def _weight_gradient(
     area = out_height * out_width
     begin = tl.program_id(1) * rows_each
     end = tl.minimum(begin + rows_each, rows)
+    await_previous(EARLY)
     acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     for p0 in range(begin, end, BLOCK_K):
         p = p0 + tl.arange(0, BLOCK_K)
@@ -249,7 +256,8 @@ def _window(g):
 def _settings(x):
     channels = x.shape[-1]
     wide = max(16, triton.next_power_of_2(channels))
-    return {"C": channels, "CB": wide, "PRECISION": "tf32x3" if x.dtype == torch.float32 else "tf32"}
+    precision = "tf32x3" if x.dtype == torch.float32 else "tf32"
+    return {"C": channels, "CB": wide, "PRECISION": precision, **launching()}
 
 
 def _cut(total, block):

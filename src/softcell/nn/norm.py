@@ -8,7 +8,7 @@ running statistics twice.
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -94,6 +94,10 @@ class BatchNorm2d(nn.BatchNorm2d):
                 # Copies: what is kept for the backward pass must be of the same number and shapes.
                 mean, variance = (None if x is None else x.clone() for x in (self.running_mean, self.running_var))
                 return F.batch_norm(input, mean, variance, self.weight, self.bias, training=True, eps=self.eps)
+            if self.training and self.momentum is not None and _counted_later(self.num_batches_tracked):
+                self._check_input_dim(input)
+                given = (self.running_mean, self.running_var, self.weight, self.bias)
+                return F.batch_norm(input, *given, training=True, momentum=self.momentum, eps=self.eps)
             return super().forward(input)
         self._check_input_dim(input)
         if input.shape[1] != self.num_features:
@@ -139,6 +143,86 @@ def update_running(norms: Sequence[nn.BatchNorm2d], means: Sequence[Tensor], var
         return
     torch._foreach_mul_(running, 1 - momentum)
     torch._foreach_add_(running, new, alpha=momentum)
+
+
+class _Batch(NamedTuple):
+    """Statistics of a batch by plane: mean and biased variance, each [planes, c], for norms of one momentum."""
+
+    norms: Sequence[tuple[int, nn.BatchNorm2d]]
+    mean: Tensor
+    variance: Tensor
+    correction: float | Tensor
+    """From biased to unbiased variances."""
+
+
+_batches: list[_Batch] | None = None
+_counts: dict[int, Tensor] = {}
+"""`num_batches_tracked` of the modules that have seen a batch since `updates_together` began, by id."""
+
+
+@contextmanager
+def updates_together() -> Iterator[None]:
+    """Within this context fused cells hand in their statistics; at its end all running statistics are updated at once.
+
+    Modules do the same with their counts of batches. A launch for each of them would take longer than the arithmetic.
+    The results are the same.
+    """
+    global _batches
+    if _batches is not None:
+        yield
+        return
+    _batches = []
+    try:
+        yield
+        _update_all(_batches)
+        if _counts:
+            torch._foreach_add_(list(_counts.values()), 1)
+    finally:
+        _batches = None
+        _counts.clear()
+
+
+def _counted_later(count: Tensor | None) -> bool:
+    """Whether `updates_together` will count this batch; a norm that runs twice counts the second one itself."""
+    if _batches is None or count is None or id(count) in _counts:
+        return False
+    _counts[id(count)] = count
+    return True
+
+
+def update_running_by_plane(
+    norms: Sequence[tuple[int, nn.BatchNorm2d]], mean: Tensor, variance: Tensor, correction: float | Tensor
+) -> None:
+    """`update_running` from statistics by plane, each [planes, c]; correction: from biased to unbiased variances."""
+    batch = _Batch(norms, mean, variance, correction)
+    if _batches is None or (norms and norms[0][1].momentum is None):
+        _update_all([batch])
+        return
+    known = {id(norm) for one in _batches for _, norm in one.norms}
+    if any(id(norm) in known for _, norm in norms):  # a norm is updated by one batch after the other
+        _update_all(_batches)
+        _batches.clear()
+    _batches.append(batch)
+
+
+@torch.no_grad()
+def _update_all(batches: Sequence[_Batch]) -> None:
+    by_momentum: dict[float | None, list[_Batch]] = {}
+    for one in batches:
+        if one.norms:
+            by_momentum.setdefault(one.norms[0][1].momentum, []).append(one)
+    for own in by_momentum.values():
+        known = [one for one in own if isinstance(one.correction, float)]
+        scaled = {id(one): one.variance * one.correction for one in own if isinstance(one.correction, Tensor)}
+        if known:
+            factors = [float(one.correction) for one in known]
+            corrected = torch._foreach_mul([one.variance for one in known], factors)
+            scaled |= {id(one): value for one, value in zip(known, corrected, strict=True)}
+        update_running(
+            [norm for one in own for _, norm in one.norms],
+            [one.mean[plane] for one in own for plane, _ in one.norms],
+            [scaled[id(one)][plane] for one in own for plane, _ in one.norms],
+        )
 
 
 def required(buffer: Tensor | None) -> Tensor:

@@ -137,6 +137,18 @@ def like(vector: Tensor, weight: Tensor) -> Tensor:
     return vector.view(c_out, height, width, c_in).permute(0, 3, 1, 2)
 
 
+def parts_of(vector: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
+    """The part of each weight in a vector of all of them, as disjoint views where the weights have their order.
+
+    Optimisers and clipping may change one of them in place; a copy would cost a launch for every cell.
+    """
+    parts = torch.split(vector, [w.numel() for w in weights])
+    found = [like(part, w) for part, w in zip(parts, weights, strict=True)]
+    if all(part.stride() == w.stride() for part, w in zip(found, weights, strict=True)):
+        return found
+    return owned(vector, weights)
+
+
 def owned(vector: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
     """The part of each weight in a vector of all of them.
 

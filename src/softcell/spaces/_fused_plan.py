@@ -18,10 +18,11 @@ from softcell.kernels.compose import Kind, Recipe, compose, compose_gradient, fl
 from softcell.kernels.norm import Term
 from softcell.kernels.pool import NONE, Pool
 from softcell.kernels.shared import SharedRows, shares_norms
+from softcell.kernels.streams import backward_on_second_stream
 from softcell.kernels.taps import Group, Window
 from softcell.nn.conv import AveragePool, DilatedConv, FactorisedReduction, ReLUConvBN, SeparableConv
-from softcell.nn.norm import required, update_running
-from softcell.nn.stack import as_vector, owned
+from softcell.nn.norm import required, update_running_by_plane
+from softcell.nn.stack import as_vector, parts_of
 from softcell.spaces.execution import compute_type
 
 
@@ -29,13 +30,16 @@ class _Flat(torch.autograd.Function):
     """The flat weights [size] of a cell from its modules' weights, whose gradients come in the same layout."""
 
     @staticmethod
-    def forward(ctx: Any, cell: FusedCell, *weights: Tensor) -> Tensor:
+    def forward(ctx: Any, cell: FusedCell, stream: torch.cuda.Stream | None, *weights: Tensor) -> Tensor:
         ctx.cell = cell
         ctx.save_for_backward(*weights)
-        factors = torch.cat([as_vector(w) for w in weights])
-        out = factors.new_empty(cell.program.size)
-        compose(factors, out, cell.recipes, cell.program.channels)
-        return out
+        with torch.cuda.stream(stream):
+            factors = torch.cat([as_vector(w) for w in weights])
+            if cell.are_copies:
+                return factors
+            out = factors.new_empty(cell.program.size)
+            compose(factors, out, cell.recipes, cell.program.channels)
+            return out
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
@@ -43,11 +47,13 @@ class _Flat(torch.autograd.Function):
         weights: list[Tensor] = list(ctx.saved_tensors)
         if torch.is_grad_enabled():
             again = torch.autograd.grad(cell.flatten(weights), weights, gradient, create_graph=True)
-            return None, *again
-        factors = torch.cat([as_vector(w) for w in weights])
-        found = torch.empty_like(factors)
-        compose_gradient(factors, gradient, found, cell.recipes, cell.program.channels)
-        return None, *owned(found, weights)
+            return None, None, *again
+        found = gradient.contiguous()
+        if not cell.are_copies:
+            factors = torch.cat([as_vector(w) for w in weights])
+            found = torch.empty_like(factors)
+            compose_gradient(factors, gradient, found, cell.recipes, cell.program.channels)
+        return None, None, *parts_of(found, weights)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +64,11 @@ class FusedCell:
     recipes: tuple[Recipe, ...]  # how the convolutions' weights, one after the other, become the flat weights
     convolutions: tuple[nn.Conv2d, ...]
     norms: tuple[tuple[int, nn.BatchNorm2d], ...]  # (plane, its norm), all of one momentum
+
+    @property
+    def are_copies(self) -> bool:
+        """Whether the flat weights are the convolutions' own, in their order."""
+        return all(r.kind is Kind.COPY and r.matrix == r.target for r in self.recipes)
 
     def __call__(
         self, states: Sequence[Tensor], mix: Tensor | None = None, factors: Tensor | None = None
@@ -70,7 +81,8 @@ class FusedCell:
         training = self.norms[0][1].training
         dtype = compute_type(states[0])
         with torch.autocast(device.type, enabled=False):
-            flat = _Flat.apply(self, *self.parameters())  # type: ignore[no-untyped-call]
+            with backward_on_second_stream(device) as stream:
+                flat = _Flat.apply(self, stream, *self.parameters())  # type: ignore[no-untyped-call]
             running = None if training else running_by_plane(self.norms, self.program.planes, c)
             mix = flat.detach() if mix is None else mix  # not read then, but kernels need a pointer
             mix = mix.to(torch.promote_types(dtype, torch.float32))
@@ -85,10 +97,7 @@ class FusedCell:
                     rows = shared.total.clamp(min=2)  # a check would stall the device
                 elif own_rows <= 1:
                     raise ValueError(f"training needs more than 1 value per channel, but got {tuple(nodes[0].shape)}")
-                unbiased = moments[2] * (rows / (rows - 1))
-                planes = [plane for plane, _ in self.norms]
-                means, variances = ([of[plane] for plane in planes] for of in (moments[0], unbiased))
-                update_running([norm for _, norm in self.norms], means, variances)
+                update_running_by_plane(self.norms, moments[0], moments[2], rows / (rows - 1))
         return [*states, *nodes]
 
     def parameters(self) -> list[Tensor]:

@@ -19,6 +19,7 @@ from softcell.arch import Cell, Genotype, Layout, Mix, Table
 from softcell.errors import UserError
 from softcell.kernels.schedule import Schedule
 from softcell.nn.conv import dense_gradient
+from softcell.nn.norm import updates_together
 from softcell.nn.stochastic import DropPath
 from softcell.registry import Registry
 from softcell.settings import at_most, build, merge
@@ -66,7 +67,8 @@ class Supernet(nn.Module, ABC):
         """The last feature map to logits [n, classes]."""
 
     def forward(self, x: Tensor, mix: Mix) -> Tensor:
-        return self.head(self.features(x, mix)[-1])
+        with updates_together():
+            return self.head(self.features(x, mix)[-1])
 
     def child(self, genotype: Genotype) -> Network:
         """The derived network in its search form with this supernet's weights: nothing is trained.
@@ -101,7 +103,8 @@ class Bound:
         self._supernet, self._mix = supernet, mix
 
     def features(self, x: Tensor) -> list[Tensor]:
-        return self._supernet.features(x, self._mix)
+        with updates_together():
+            return self._supernet.features(x, self._mix)
 
     def head(self, features: Tensor) -> Tensor:
         return self._supernet.head(features)

@@ -1,0 +1,231 @@
+"""`python -m benchmarks.supernet`: captured search steps with different settings of fused cells, alternating.
+
+One search for each setting (`softcell.kernels.settings`), all in one process and from one seed, in bfloat16 with a
+batch of 64 at the paper's size. Their steps take turns, so that a ratio does not depend on what else the machine does.
+`difference` is that of the weights from those of the first setting after a few steps, relative; "chosen, again" shows
+what is noise.
+
+python -m benchmarks.supernet --minutes 2 --out supernet.json
+python -m benchmarks.supernet --space nb201 --settings chosen "second stream" '{"splits": 128}'
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from benchmarks.steps import PAPER, Case
+from softcell.kernels.backend import triton_kernels
+from softcell.kernels.settings import cell_settings, chosen
+from softcell.kernels.warm_up import SWITCH, warm_up_by_run
+from softcell.search.dry_pass import without_effects
+from softcell.search.task import SearchTask
+from studies.runs import write_record
+
+COMPARED_STEPS = 3
+"""Steps after which weights are compared; later, differences of rounding have grown."""
+TAPS = ("convolve", "input", "weight")
+"""Fields that are entries of `taps_triton.SHAPES`: most columns, warps, stages."""
+WIDE = {"moments_values": 8192, "moments_warps": 8, "sums_values": 4096, "splits": 128, "reads_ahead": True}
+CHANGES: dict[str, dict[str, Any]] = {
+    "chosen": {},
+    "all": {**WIDE, "second_stream": True, "early_launch": True},
+    "second stream": {"second_stream": True},
+    "more reads": WIDE,
+    "early launch": {"early_launch": True},
+    "second stream, more reads": {**WIDE, "second_stream": True},
+    "chosen, again": {},
+    "2 stages": {"convolve": (128, 4, 2), "input": (64, 4, 2), "weight": (128, 4, 2)},
+    "64 columns": {"convolve": (64, 4, 3), "weight": (64, 4, 3)},
+}
+"""Fields of `CellSettings`, and entries of `SHAPES`, that differ from the chosen ones; the most important first."""
+MEASURED = {"nb201": tuple(CHANGES)[:7], "darts": tuple(CHANGES)[:5]}
+"""What is measured unless settings are named: as much as fits into two minutes with compiling."""
+SEVERAL = ("chosen", "all")
+"""Settings that are also measured with several searches at once."""
+
+
+@contextmanager
+def changed(changes: dict[str, Any]) -> Iterator[None]:
+    """Within this context steps are captured with these changes."""
+    shapes = triton_kernels("taps").SHAPES
+    before = dict(shapes)
+    shapes.update({name: tuple(value) for name, value in changes.items() if name in TAPS})
+    try:
+        with cell_settings(**{name: value for name, value in changes.items() if name not in TAPS}):
+            yield
+    finally:
+        shapes.update(before)
+
+
+def compile_all_settings(settings: dict[str, Any], data: str, case: Case, session: Any) -> None:
+    """Compile the kernels of all settings at once, so that workers start only once."""
+    from benchmarks.gpu import VARIANTS, made_search, started
+
+    task = made_search(data, case, session, **VARIANTS["fused bf16"])
+    assert isinstance(task, SearchTask)
+    batch = next(started(task))
+
+    def run() -> None:
+        for changes in settings.values():
+            with changed(changes):
+                task.rehearse(batch)
+
+    began = time.perf_counter()
+    with without_effects(task):
+        missing = warm_up_by_run(run)
+    print(f"{case.space}: {missing} kernels compiled in {time.perf_counter() - began:.1f} s", flush=True)
+
+
+class Captured:
+    """A search with its own settings, whose step has been captured."""
+
+    def __init__(self, changes: dict[str, Any], data: str, case: Case, session: Any) -> None:
+        from benchmarks.gpu import VARIANTS, made_search, started
+        from softcell.engine.capture import WARMUP, CapturedStep
+
+        torch.manual_seed(0)
+        began, failures = time.perf_counter(), CapturedStep.failures
+        self.changes, self.times = changes, list[float]()
+        with changed(changes):
+            task = made_search(data, case, session, **VARIANTS["fused bf16"])
+            assert isinstance(task, SearchTask)
+            self.task = task
+            self._batches = started(self.task)
+            for number in range(WARMUP + 3):
+                self.task.step(next(self._batches))
+                if number + 1 == COMPARED_STEPS:
+                    self.weights = torch.cat([p.detach().flatten() for p in self.task.supernet.parameters()])
+            torch.cuda.synchronize()
+        self.seconds = time.perf_counter() - began
+        self.failed = CapturedStep.failures > failures
+
+    def again(self) -> None:
+        """Capture once more: a failed capture of one step ends those of all others."""
+        with changed(self.changes):
+            self.task.step(next(self._batches))
+
+    def step(self) -> None:
+        from benchmarks.gpu import next_milliseconds
+
+        self.times.append(next_milliseconds(self.task, self._batches))
+
+    def profiled(self) -> dict[str, Any]:
+        from benchmarks.gpu import _busy, _kernels, _longest
+
+        events = _kernels(lambda: self.task.step(next(self._batches)))
+        return {"busy_ms": _busy(events) / 1e3, "kernels": len(events), "longest": _longest(events)}
+
+
+def relative(mine: Tensor, theirs: Tensor) -> float:
+    return float((mine - theirs).norm() / theirs.norm())
+
+
+def steps(case: Case, settings: dict[str, Any], data: str, session: Any, rounds: int, end: float) -> list[Any]:
+    """A row for each setting; those for which no time is left are skipped."""
+    from benchmarks.gpu import forget
+
+    compile_all_settings(settings, data, case, session)
+    searches: dict[str, Captured] = {}
+    for name, changes in settings.items():
+        if searches and time.monotonic() > end:
+            print(f"{case.space}, {name}: no time left", flush=True)
+            continue
+        search = Captured(changes, data, case, session)
+        if search.failed:
+            print(f"{case.space}, {name}: NOT CAPTURED, left out", flush=True)
+            for other in searches.values():
+                other.again()
+            continue
+        searches[name] = search
+        print(f"{case.space}, {name}: captured after {search.seconds:.1f} s", flush=True)
+    for _ in range(rounds):
+        for search in searches.values():
+            search.step()
+    first = next(iter(searches.values()))
+    rows = [
+        {
+            "space": case.space,
+            "setting": name,
+            "changes": settings[name],
+            "ms": statistics.median(search.times),
+            "ratio": statistics.median(a / b for a, b in zip(search.times, first.times, strict=True)),
+            "difference": relative(search.weights, first.weights),
+            "first_s": search.seconds,
+            **search.profiled(),
+        }
+        for name, search in searches.items()
+    ]
+    searches.clear()
+    forget()
+    return rows
+
+
+def shown(rows: list[dict[str, Any]]) -> Table:
+    table = Table(title="one captured search step (architecture and weights), bfloat16, batch 64")
+    for column in ("", "ms", "× chosen", "busy ms", "kernels", "difference"):
+        table.add_column(column, justify="right" if column else "left")
+    for row in rows:
+        numbers = (f"{row['ms']:.2f}", f"{row['ratio']:.3f}", f"{row['busy_ms']:.2f}", str(row["kernels"]))
+        table.add_row(f"{row['space']}, {row['setting']}", *numbers, f"{row['difference']:.1e}")
+    return table
+
+
+def main(arguments: list[str] | None = None) -> None:
+    from benchmarks.gpu import forget, made_data, together
+    from softcell.engine.session import open_session
+
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.supernet", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--space", nargs=1, choices=("nb201", "darts"), help="one of both")
+    parser.add_argument("--settings", nargs="*", help="names of CHANGES or JSON objects")
+    parser.add_argument("--rounds", type=int, default=40, help="timed steps of each")
+    parser.add_argument("--at-once", type=int, default=4, help="searches that share the device; 0: not measured")
+    parser.add_argument("--minutes", type=float, default=2.0, help="what no time is left for is left out")
+    parser.add_argument("--out", type=Path, help="where to write the JSON record")
+    given = parser.parse_args(arguments)
+    began = time.monotonic()
+    rows: list[dict[str, Any]] = []
+    shared: list[dict[str, Any]] = []
+
+    def write() -> None:
+        if given.out is not None:  # after each part, so that an interrupted run keeps its measurements
+            write_record(given.out, "benchmarks.supernet", chosen=str(chosen), rows=rows, together=shared)
+
+    opened = open_session(device="cuda", seed=0, precision="float32", deterministic=False, threads=0)
+    with opened as session, made_data() as data:
+        os.environ[SWITCH] = "0"  # all kernels are compiled before the first search
+        cases = {case.space: case for case in PAPER}
+        spaces = given.space or ["nb201", "darts"]
+        for space, share in zip(spaces, (0.4, 0.85)[-len(spaces) :], strict=True):
+            names = given.settings or MEASURED[space]
+            settings = {name: CHANGES[name] if name in CHANGES else json.loads(name) for name in names}
+            end = began + 60 * given.minutes * share
+            rows += steps(cases[space], settings, data, session, given.rounds, end)
+            write()
+            Console(width=110).print(shown([row for row in rows if row["space"] == space]))
+            for name in (name for name in SEVERAL if name in settings and given.at_once):
+                if time.monotonic() > end + 9 * given.minutes:
+                    print(f"{space}, {name}, {given.at_once} at once: no time left", flush=True)
+                    continue
+                with changed(settings[name]):
+                    each = together(data, cases[space], session, given.at_once, 2.0)
+                forget()
+                shared.append({"space": space, "setting": name, "searches": given.at_once, "ms_per_step": each})
+                print(f"{space}, {name}, {given.at_once} at once: {each:.2f} ms per step", flush=True)
+                write()
+
+
+if __name__ == "__main__":
+    main()

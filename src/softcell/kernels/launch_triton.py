@@ -1,0 +1,39 @@
+# mypy: ignore-errors
+"""Programmatic dependent launch: a kernel starts while the one before it in the stream still runs.
+
+Launching and starting a kernel takes about as long as most kernels of a NAS-Bench-201 cell run. With this attribute
+programs start as soon as all programs of the kernel before have started, and wait for its end before they read anything
+that it could have written. Tables are read before that: nothing writes them while a step runs.
+"""
+
+import functools
+import os
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from softcell.kernels.settings import current
+
+
+@triton.jit
+def await_previous(EARLY: tl.constexpr):
+    """Wait for the end of the kernel before, whose results are then visible, and let the next one start."""
+    if EARLY:
+        gdc_wait()
+        gdc_launch_dependents()
+
+
+@functools.cache
+def _has_dependent_launch():
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        return False
+    target = triton.runtime.driver.active.get_current_target()
+    return target.backend == "cuda" and target.arch >= 90
+
+
+def launching():
+    """Further arguments of a kernel that calls `await_previous`."""
+    if current().early_launch and _has_dependent_launch():
+        return {"EARLY": True, "launch_pdl": True}
+    return {"EARLY": False}
