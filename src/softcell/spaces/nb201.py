@@ -180,6 +180,8 @@ class NB201Supernet(Supernet):
 
 
 class NB201Network(Network):
+    needs_dry_pass = True
+
     def __init__(
         self, space: NB201Space, genotype: Genotype, shape: Shape, num_classes: int, *, search_form: bool
     ) -> None:
