@@ -4,6 +4,7 @@ import json
 import math
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -22,7 +23,7 @@ from softcell.errors import UserError
 from softcell.evaluate import RECIPES, TrainRecipe, TrainResult, load_network, resolve, stored_training, train
 from softcell.evaluate.task import TrainTask, learning_rate
 from softcell.nn.conv import quarters
-from softcell.spaces import SPACES, build_space, darts, execution
+from softcell.spaces import SPACES, build_space, darts, execution, nb201
 from tests.helpers.search_forks import forks
 from tests.helpers.search_toys import ALONE, TINY, training, write_data
 from tests.helpers.unsealed import unsealed
@@ -91,13 +92,16 @@ def test_the_network_sees_the_schedules_of_rate_and_drop_path(data: Path) -> Non
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_validation_is_fused_if_training_is(fused: bool, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    network = build_space("darts", TINY["darts"]).network(genotype_of("darts"), (1, 8, 8), 3)
+@pytest.mark.parametrize(("space", "module"), [("darts", darts), ("nb201", nb201)])
+def test_validation_is_fused_if_training_is(
+    space: str, module: ModuleType, fused: bool, data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    network = build_space(space, TINY[space]).network(genotype_of(space), (1, 8, 8), 3)
     found = load(str(data))
     feeds = Feeds(found, 16, 0, torch.device("cpu"), torch.float32)
     train_part, held_part = split(found.train, {"train": 0.5, "held": 0.5}, 0).values()
     task = TrainTask(
-        recipe_of("darts", data, epochs=1, fused=fused, auxiliary=0.0), network, ALONE,
+        recipe_of(space, data, epochs=1, fused=fused, auxiliary=0.0), network, ALONE,
         train=feeds.training(train_part, found.augment), held=feeds.plain(found.train, held_part), notify=print,
     )  # fmt: skip
     seen: set[tuple[bool, bool]] = set()
@@ -106,7 +110,7 @@ def test_validation_is_fused_if_training_is(fused: bool, data: Path, monkeypatch
         seen.add((network.training, execution._NETWORKS.get()))
         return False
 
-    monkeypatch.setattr(darts, "plan_network", plan)
+    monkeypatch.setattr(module, "plan_network", plan)
     task.begin_epoch(0)
     task.step(next(task.batches(0, 0)))
     task.end_epoch(0)

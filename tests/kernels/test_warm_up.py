@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from softcell.arch import notation
+from softcell.evaluate.task import rehearse
 from softcell.kernels import warm_up
 from softcell.kernels.backend import has_triton
 from softcell.kernels.warm_up import Compilation, compilations, compile_all, dry_launches, warm_up_by_run
@@ -69,6 +70,30 @@ def test_a_warm_up_compiles_what_a_step_launches(training: bool, probability: fl
     planned = compilations(net.schedules(BATCH, torch.float32, training=training))
     assert len(planned) == len(set(planned))
     assert set(planned) == launched(net, training=training)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels that are compiled already would be launched")
+@pytest.mark.parametrize("probability", [0.2, 0.0])
+def test_a_pass_of_a_copy_shows_what_a_step_launches(probability: float, no_device: None) -> None:
+    """Of networks without schedules."""
+    torch.manual_seed(0)
+    cells = build_space("nb201", {"cells_per_stage": 1, "channels": 4})
+    text = "|nor_conv_1x1~0|+|avg_pool_3x3~0|nor_conv_3x3~1|+|skip_connect~0|none~1|nor_conv_3x3~2|"
+    network = cells.network(notation.parse(text), (3, 16, 16), 10)
+    network.use_drop_path(probability)
+    before = {name: value.clone() for name, value in network.state_dict().items()}
+    found: list[Compilation] = []
+    with dry_launches(found.append), fused_networks():
+        rehearse(network, BATCH, 5, "float32", torch.device("cpu"))
+    assert all(torch.equal(value, before[name]) for name, value in network.state_dict().items())
+    assert network.training and all(p.grad is None for p in network.parameters())
+    wanted: set[Compilation] = set()
+    with dry_launches(wanted.add), fused_networks():
+        network(torch.randn(BATCH, 3, 16, 16)).sum().backward()
+        with torch.no_grad():
+            network.eval()(torch.randn(5, 3, 16, 16))
+    assert set(found) == wanted
+    assert {"_combine", "_combine_finish_by_channel", "_convolve"} <= {job.name for job in wanted}
 
 
 def test_kernels_are_compiled_once_for_an_absent_device(

@@ -6,13 +6,18 @@ import csv
 import gzip
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from softcell.arch import count
 from softcell.arch.notation import from_nb201, to_nb201
-from softcell.spaces import Space, build_space
+from softcell.kernels.cell import Program, mixed_cell
+from softcell.nn.stochastic import DropPath
+from softcell.spaces import Network, Space, _fused_plan, build_space, execution
+from softcell.spaces.execution import fused_networks, is_modules_only
 
 TABLE = "nb201_200epochs.csv.gz"
 
@@ -82,3 +87,98 @@ def test_stages_have_the_published_widths_and_resolutions(space: Space) -> None:
         network = space.network(from_nb201("|none~0|+|none~0|none~1|+|skip_connect~0|none~1|none~2|"), (3, 32, 32), 10)
         features = network.features(torch.empty(1, 3, 32, 32))
     assert [tuple(f.shape[1:]) for f in features] == [(16, 32, 32), (32, 16, 16), (64, 8, 8)]
+
+
+# --- fused cells ---
+
+POOLED = "|nor_conv_1x1~0|+|avg_pool_3x3~0|skip_connect~1|+|avg_pool_3x3~0|none~1|nor_conv_3x3~2|"
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cells are fused on the CPU too, by the kernels' plain twins."""
+    monkeypatch.setattr(execution, "kernels_serve", lambda x: not is_modules_only())
+
+
+def small_network(text: str = POOLED, **settings: Any) -> Network:
+    torch.manual_seed(0)
+    small = build_space("nb201", {"cells_per_stage": 2, "channels": 3, **settings})
+    return small.network(from_nb201(text), (3, 8, 8), 5).double()
+
+
+def steps(network: Network, *, training: bool) -> dict[str, Tensor]:
+    """Logits, gradients and buffers after two passes."""
+    torch.manual_seed(1)
+    network.train(training)
+    for _ in range(2):
+        network.zero_grad()
+        logits = network(torch.randn(4, 3, 8, 8, dtype=torch.float64))
+        logits.square().sum().backward()
+    found = {"logits": logits.detach()}
+    found |= {name: p.grad for name, p in network.named_parameters() if p.grad is not None}
+    return found | dict(network.named_buffers())
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_a_fused_network_equals_its_modules(training: bool, served: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    fused, modules = small_network(), small_network()
+    ran = 0
+
+    def counted(*given: Any, **named: Any) -> Any:
+        nonlocal ran
+        ran += 1
+        return mixed_cell(*given, **named)
+
+    monkeypatch.setattr(_fused_plan, "mixed_cell", counted)
+    with fused_networks():
+        mine = steps(fused, training=training)
+    assert ran == 2 * 6
+    theirs = steps(modules, training=training)
+    assert ran == 2 * 6, "without the context modules run"
+    assert mine.keys() == theirs.keys()
+    for name, expected in theirs.items():
+        torch.testing.assert_close(mine[name], expected, rtol=1e-8, atol=1e-10, msg=name)
+
+
+def test_cells_of_a_pass_draw_their_factors_together(served: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each choice of a cell gets a factor of its own, identities none."""
+    network = small_network()
+    network.use_drop_path(0.5)
+    drawn: list[int] = []
+
+    def factors(drop_path: DropPath, x: Tensor, paths: int) -> Tensor:
+        drawn.append(paths)
+        return torch.arange(1.0, paths + 1, dtype=x.dtype)[:, None].expand(paths, len(x))
+
+    given: list[Tensor] = []
+
+    def noted(program: Program, *rest: Any, **named: Any) -> Any:
+        given.append(rest[4])
+        return mixed_cell(program, *rest, **named)
+
+    monkeypatch.setattr(DropPath, "factors", factors)
+    monkeypatch.setattr(_fused_plan, "mixed_cell", noted)
+    with fused_networks():
+        network.train()(torch.randn(4, 3, 8, 8, dtype=torch.float64))
+        network.eval()(torch.randn(4, 3, 8, 8, dtype=torch.float64))
+        assert drawn == [4 * 6]
+        assert [None if one is None else one[:, 0].tolist() for one in given] == [
+            *([1.0, *range(4 * i + 1, 4 * i + 5)] for i in range(6)),
+            *[None] * 6,
+        ]
+        network.use_drop_path(0.0)
+        network.train()(torch.randn(4, 3, 8, 8, dtype=torch.float64))
+    assert drawn == [4 * 6]
+
+
+def test_search_forms_and_cells_without_convolutions_run_module_by_module(served: None) -> None:
+    x = torch.randn(2, 3, 8, 8, dtype=torch.float64)
+    skips = small_network("|skip_connect~0|+|avg_pool_3x3~0|skip_connect~1|+|none~0|none~1|skip_connect~2|")
+    small = build_space("nb201", {"cells_per_stage": 1, "channels": 4, "bottleneck": 2})
+    narrow = small.network(from_nb201(POOLED), (3, 8, 8), 5, search_form=True).double()
+    for network in (skips, narrow):
+        network.eval()
+        with fused_networks():
+            mine = network(x)
+        torch.testing.assert_close(mine, network(x), rtol=0, atol=0)
+        assert all(cell.fused_affine() is None for cell in network.cells)  # type: ignore[union-attr, operator]

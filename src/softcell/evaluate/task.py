@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -27,12 +28,12 @@ from softcell.engine.optim import (
     set_lr,
     sgd,
 )
-from softcell.engine.session import in_precision
+from softcell.engine.session import computing_in, forked_rng, in_precision
 from softcell.engine.timing import TimeBudget
 from softcell.evaluate.recipe import TrainRecipe
 from softcell.evaluate.retrieval import retrieval_step
-from softcell.kernels.shared import norms_of
-from softcell.kernels.warm_up import warm_up
+from softcell.kernels.shared import norms_of, without_exchange
+from softcell.kernels.warm_up import is_enabled, warm_up, warm_up_by_run
 from softcell.nn.classifiers import Classifier
 from softcell.nn.norm import running_statistics
 from softcell.nn.objective import ProxyNCA
@@ -126,12 +127,30 @@ class TrainTask:
             return
         dtype = torch.bfloat16 if recipe.precision == "bfloat16" else torch.float32
         size = self.world.size  # of ranks, which each have their part of a batch
+        batch = self._train.batch_size // size
+        held = None if self._held is None else -(-self._held.batch_size // size)
+        if self.network.needs_dry_pass:
+            self._warm_up_by_pass(self.network, batch, held)
+            return
         with norms_of(recipe.norms):
-            schedules = self.network.schedules(self._train.batch_size // size, dtype, training=True)
-        if self._held is not None:  # accuracy is measured in full precision
-            part = -(-self._held.batch_size // size)
-            schedules += self.network.schedules(part, torch.float32, training=False)
+            schedules = self.network.schedules(batch, dtype, training=True)
+        if held is not None:  # accuracy is measured in full precision
+            schedules += self.network.schedules(held, torch.float32, training=False)
         warm_up(schedules, self._notify)
+
+    def _warm_up_by_pass(self, network: Network, batch: int, held: int | None) -> None:
+        if not is_enabled():
+            return
+        recipe, device = self.recipe, self.world.device
+        try:
+            with self._cells(), norms_of(recipe.norms), forked_rng(device), without_exchange():
+                warm_up_by_run(lambda: rehearse(network, batch, held, recipe.precision, device), self._notify)
+        except Exception as error:
+            reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+            self._notify(
+                f"kernels were not compiled in parallel ({reason}); they are compiled on first use, one by one"
+            )
+        torch.cuda.empty_cache()  # steps run on another stream, which cannot use what is cached here
 
     @property
     def _epochs_done(self) -> float:
@@ -303,3 +322,22 @@ def learning_rate(recipe: TrainRecipe, epoch: int) -> float:
     r = recipe
     warmup = int(r.warmup)
     return rate_at(epoch, r.epochs, r.lr, r.lr_min, r.schedule, warmup=warmup, factor=r.lr_decay, every=r.lr_every)
+
+
+def rehearse(network: Network, batch: int, held: int | None, precision: str, device: torch.device) -> None:
+    """A training pass and, unless `held` is None, a validation pass, of a copy of `network` on images of zeros.
+
+    batch, held: the numbers of images. Within `softcell.kernels.warm_up.dry_launches` values are those of uninitialised
+    memory, so nothing is learned from them.
+    """
+    own = copy.deepcopy(network)
+
+    def images(count: int) -> Tensor:
+        return torch.zeros(count, *network.shape, device=device).contiguous(memory_format=torch.channels_last)
+
+    with computing_in(precision, device):
+        logits, _ = own.train().forward_with_auxiliary(images(batch))
+    logits.float().sum().backward()  # type: ignore[no-untyped-call]
+    if held is not None:  # accuracy is measured in full precision
+        with torch.no_grad():
+            own.eval()(images(held))

@@ -27,6 +27,7 @@ from softcell.kernels.norm import (
     normalise_gradient,
     normed,
     scaled,
+    weighted,
 )
 from softcell.kernels.pool import NONE, Leaving, Pool, average_pool, gather_gradient, pool
 from softcell.kernels.shared import SharedRows
@@ -100,12 +101,12 @@ def mixed_cell(
 ) -> tuple[list[Tensor], Tensor]:
     """Values of the program's results, each [n, c, h', w'] channels-last, and the planes' statistics [3, planes, c].
 
-    dtype: what to compute and keep values in; sums are float32 or wider. mix [weights] and weights [size], flat, in
-    float32 or wider; running [2, planes, c]: mean and variance to normalise by, or None for those of the batch; factors
-    [choices, n] float32: what drop-path scales each choice of each sample by, or None; states: the input nodes,
-    [n, c, h, w]. The statistics are mean, 1/√(variance + eps) and biased variance; they carry no gradient, and those of
-    planes without a norm are undefined. shared: merges the statistics of a batch over all ranks, by one collective per
-    norm group.
+    dtype: what to compute and keep values in; sums are float32 or wider. mix [weights], or ones, scales and shifts
+    [1 + 2 · norms, c] (`softcell.kernels.norm`), and weights [size], flat, in float32 or wider; running [2, planes, c]:
+    mean and variance to normalise by, or None for those of the batch; factors [choices, n] float32: what drop-path
+    scales each choice of each sample by, or None; states: the input nodes, [n, c, h, w]. The statistics are mean,
+    1/√(variance + eps) and biased variance; they carry no gradient, and those of planes without a norm are undefined.
+    shared: merges the statistics of a batch over all ranks, by one collective per norm group.
     """
     *nodes, moments = _MixedCell.apply(  # type: ignore[no-untyped-call]
         program, dtype, shared, mix, weights, running, factors, *states
@@ -154,7 +155,7 @@ def mixed_cell_reference(
             for t in program.terms[node - program.inputs]:
                 if t.normed and t.plane not in normalised:
                     normalised[t.plane] = norm(t.plane)
-                value = mix[t.weight].to(total.dtype) * (normalised if t.normed else planes)[t.plane]
+                value = weighted((normalised if t.normed else planes)[t.plane], mix.to(total.dtype), t)
                 total = total + scaled(value, factors, t.choice)
             planes[node] = total
         wave = program.wave_of(node)
@@ -247,8 +248,8 @@ class _MixedCell(torch.autograd.Function):
         given_gradient = gradient if program.stride == 1 else torch.empty_like(given)
         mix_wanted = is_wanted(ctx, 0)  # tensors are mix, weights, states; in weight steps the mix needs no gradient
         mix_gradient: Tensor | None = None
-        if program.terms:  # weights of `none` are written by no kernel
-            mix_gradient = torch.zeros_like(mix) if mix_wanted else torch.empty_like(mix)
+        if program.terms:  # weights of `none` are written by no kernel, every scale and shift is
+            mix_gradient = torch.zeros_like(mix) if mix_wanted and mix.dim() == 1 else torch.empty_like(mix)
         arrived = dict(zip(program.results, grads[:-1], strict=True))
         for plane in (plane for plane, own in arrived.items() if own is None):
             if plane >= program.nodes or program.wave_of(plane) is None:  # else the wave writes it first

@@ -6,8 +6,14 @@ node's gradient g, ŷ = (y − mean) · rstd and m rows,
     ∂w_k = Σ g·ŷ_k        ∂y_k = w_k · rstd_k · (g − Σg / m − ŷ_k · Σ(g·ŷ_k) / m)
 
 so one reducing pass and one writing pass serve all candidates of a node. With drop-path, what a choice contributes is
-scaled sample by sample, and so is g for that choice. Every function has a `_reference` twin of the same
-signature in plain PyTorch, which is also the CPU path. Statistics and sums are float32.
+scaled sample by sample, and so is g for that choice.
+
+Derived cells, whose norms have scale γ and shift β, are the same sums with weights per channel: Σ_k γ_k · ŷ_k + β_k.
+∂γ_k = Σ g·ŷ_k and ∂β_k = Σg, both by channel, are formed anyway. Such a mix is [1 + 2 · norms, c]: ones, then γ and β
+of every norm. Planes without a norm have row 0, the ones, which get no gradient.
+
+Every function has a `_reference` twin of the same signature in plain PyTorch, which is also the CPU path. Statistics
+and sums are float32.
 """
 
 from __future__ import annotations
@@ -24,7 +30,7 @@ from softcell.kernels.taps import TILE, tile_sums
 
 @dataclass(frozen=True, slots=True)
 class Term:
-    """One input of a node: `plane` with the mixing weight at `weight`.
+    """One input of a node: `plane` with the mixing weight at `weight`; per channel with γ there and β in the next row.
 
     `normed`: by the plane's statistics. `through`: the plane is a node itself (identity), so its gradient is not
     written here. `adds`: the plane's gradient already holds another node's share. `choice`: the row of the drop-path
@@ -110,9 +116,10 @@ def normalise_gradient_reference(
 def combine(
     buffer: Tensor, moments: Tensor, mix: Tensor, factors: Tensor | None, node: int, terms: Sequence[Term]
 ) -> None:
-    """buffer[node] = Σ factors[t.choice] · mix[t.weight] · t's value.
+    """buffer[node] = Σ factors[t.choice] · mix[t.weight] · t's value, or Σ factors[t.choice] · (γ · t's value + β).
 
-    buffer [planes, n, h, w, c], mix [weights] float32, factors [choices, n] of drop-path or None for ones.
+    buffer [planes, n, h, w, c], mix [weights] or [1 + 2 · norms, c] float32, factors [choices, n] of drop-path or None
+    for ones.
     """
     kernel = triton_kernels("norm").combine if runs_triton(buffer) else combine_reference
     kernel(buffer, moments, mix, factors, node, terms)
@@ -123,7 +130,7 @@ def combine_reference(
 ) -> None:
     total = torch.zeros_like(buffer[node], dtype=moments.dtype)
     for t in terms:
-        total += scaled(mix[t.weight] * _value(buffer, moments, t), factors, t.choice)
+        total += scaled(weighted(_value(buffer, moments, t), mix, t), factors, t.choice)
     buffer[node] = total.to(buffer.dtype)
 
 
@@ -142,9 +149,9 @@ def combine_gradient(
 ) -> None:
     """From gradient[node] to the gradients of all planes that arrive there, and of their mixing weights.
 
-    buffer and gradient [planes, n, h, w, c]; factors [choices, n] or None; mix_gradient [weights] float32, written
-    where a term has its weight. merge: applied to the sums [any, c] over rows that the planes' gradients are made of
-    (`SharedRows.merge_sums`); gradients of mixing weights stay those of this rank's rows.
+    buffer and gradient [planes, n, h, w, c]; factors [choices, n] or None; mix_gradient like `mix`, written where a
+    term has its weight (or γ and β). merge: applied to the sums [any, c] over rows that the planes' gradients are made
+    of (`SharedRows.merge_sums`); gradients of mixing weights stay those of this rank's rows.
     """
     kernel = triton_kernels("norm").combine_gradient if runs_triton(buffer) else combine_gradient_reference
     kernel(buffer, gradient, moments, mix, factors, mix_gradient, node, terms, by_batch=by_batch, merge=merge)
@@ -172,7 +179,10 @@ def combine_gradient_reference(
         g = scaled(arrived, factors, t.choice)
         sums[0, i] = g.sum((0, 1, 2))
         sums[1, i] = (g * _value(buffer, moments, t)).sum((0, 1, 2))
-        mix_gradient[t.weight] = sums[1, i].sum()
+        if mix.dim() == 1:
+            mix_gradient[t.weight] = sums[1, i].sum()
+        elif t.normed:
+            mix_gradient[t.weight], mix_gradient[t.weight + 1] = sums[1, i], sums[0, i]
     if merge is not None and by_batch:
         sums = merge(sums)
     means = sums / rows
@@ -191,6 +201,12 @@ def combine_gradient_reference(
 def normed(y: Tensor, moments: Tensor) -> Tensor:
     """y [..., c] by moments [2, c]."""
     return (y - moments[0]) * moments[1]
+
+
+def weighted(values: Tensor, mix: Tensor, t: Term) -> Tensor:
+    """values [n, ., ., c] times the weight of `t`, or scaled and shifted by channel."""
+    values = mix[t.weight] * values
+    return values + mix[t.weight + 1] if mix.dim() == 2 and t.normed else values
 
 
 def scaled(values: Tensor, factors: Tensor | None, choice: int) -> Tensor:

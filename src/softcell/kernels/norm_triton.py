@@ -123,7 +123,7 @@ def _normalise_gradient(
 def _combine(
     buffer_ptr, moments_ptr, mix_ptr, factors_ptr, terms_ptr, num_terms, rows, area, samples, planes, node,
     C: tl.constexpr, CB: tl.constexpr, BLOCK: tl.constexpr, UNROLL: tl.constexpr, DROPS: tl.constexpr,
-    AHEAD: tl.constexpr, EARLY: tl.constexpr,
+    AHEAD: tl.constexpr, EARLY: tl.constexpr, BY_CHANNEL: tl.constexpr,
 ):  # fmt: skip
     await_previous(EARLY)
     m = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -135,7 +135,9 @@ def _combine(
     total = tl.zeros((BLOCK, CB), dtype=tl.float32)
     shift = tl.zeros((CB,), dtype=tl.float32)
     for t in range(0, num_terms, UNROLL):
-        if AHEAD:  # everything is read before the first value is used, so that reads do not wait for each other
+        if (
+            AHEAD and not BY_CHANNEL
+        ):  # everything is read before the first value is used, so that reads do not wait for each other
             rows_read = ()
             for i in tl.static_range(UNROLL):
                 row = terms_ptr + (t + i) * 5
@@ -164,7 +166,12 @@ def _combine(
             for i in tl.static_range(UNROLL):
                 row = terms_ptr + (t + i) * 5
                 plane, normed = tl.load(row), tl.load(row + 2)
-                weight = tl.load(mix_ptr + tl.load(row + 1)) * tl.load(row + 3).to(tl.float32)
+                if BY_CHANNEL:
+                    own, used = mix_ptr + tl.load(row + 1) * C + c, tl.load(row + 3).to(tl.float32)
+                    weight = tl.load(own, mask=c_ok, other=0.0) * used
+                    bias = tl.load(own + C, mask=c_ok & (normed > 0), other=0.0) * used
+                else:
+                    weight = tl.load(mix_ptr + tl.load(row + 1)) * tl.load(row + 3).to(tl.float32)
                 mean = tl.load(moments_ptr + plane * C + c, mask=c_ok & (normed > 0), other=0.0)
                 rstd = tl.load(moments_ptr + (planes + plane) * C + c, mask=c_ok & (normed > 0), other=1.0)
                 value = tl.load(buffer_ptr + plane * size + at, mask=ok, other=0.0).to(tl.float32)
@@ -172,7 +179,13 @@ def _combine(
                 if DROPS:
                     factor = tl.load(factors_ptr + tl.load(row + 4) * samples + m // area, mask=m < rows, other=0.0)
                     inner = (value - mean[None, :]) * scale[None, :]
-                    total += tl.where(weight == 0.0, 0.0, inner) * factor[:, None]
+                    if BY_CHANNEL:
+                        total += (inner + bias[None, :]) * factor[:, None]
+                    else:
+                        total += tl.where(weight == 0.0, 0.0, inner) * factor[:, None]
+                elif BY_CHANNEL:
+                    total += value * scale[None, :]
+                    shift += mean * scale - bias
                 else:
                     total += tl.where(weight == 0.0, 0.0, value) * scale[None, :]
                     shift += mean * scale
@@ -230,19 +243,42 @@ def _combine_finish(
     tl.store(mix_gradient_ptr + tl.load(row + 1), tl.sum(sums, 0), mask=tl.load(row + 3) == 0)
 
 
+@triton.jit(do_not_specialize=["num_terms", "splits"])
+def _combine_finish_by_channel(
+    partial_ptr, sums_ptr, mix_gradient_ptr, jobs_ptr, num_terms, splits, C: tl.constexpr, CB: tl.constexpr,
+    BLOCK: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    # Without drop-path Σg is that of several β: jobs of one sum store the same values.
+    t, weight = tl.load(jobs_ptr + tl.program_id(0) * 2), tl.load(jobs_ptr + tl.program_id(0) * 2 + 1)
+    await_previous(EARLY)
+    c = tl.arange(0, CB)
+    total = tl.zeros((BLOCK, CB), dtype=tl.float32)
+    for start in range(0, splits, BLOCK):
+        s = start + tl.arange(0, BLOCK)
+        ok = (s < splits)[:, None] & (c < C)[None, :]
+        total += tl.load(partial_ptr + ((s * num_terms + t) * C)[:, None] + c[None, :], mask=ok, other=0.0)
+    sums = tl.sum(total, 0)
+    tl.store(sums_ptr + t * C + c, sums, mask=c < C)
+    tl.store(mix_gradient_ptr + weight * C + c, sums, mask=(c < C) & (weight >= 0))
+
+
 @triton.jit(do_not_specialize=["rows", "area", "samples", "planes", "node"])
 def _combine_write(
     buffer_ptr, gradient_ptr, moments_ptr, mix_ptr, factors_ptr, sums_ptr, terms_ptr, rows, area, samples, planes, node,
-    scale, C: tl.constexpr, CB: tl.constexpr, BLOCK: tl.constexpr, DROPS: tl.constexpr, EARLY: tl.constexpr,
+    scale, C: tl.constexpr, CB: tl.constexpr, BLOCK: tl.constexpr, DROPS: tl.constexpr, BY_CHANNEL: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     row = terms_ptr + tl.program_id(1) * 7
-    plane, at_weight, normed = tl.load(row), tl.load(row + 1), tl.load(row + 2)
+    plane, own, normed = tl.load(row), tl.load(row + 1), tl.load(row + 2)
     adds, t, choice, plain = tl.load(row + 3), tl.load(row + 4), tl.load(row + 5), tl.load(row + 6)
     await_previous(EARLY)
-    weight = tl.load(mix_ptr + at_weight)
+    if not BY_CHANNEL:
+        weight = tl.load(mix_ptr + own)
     m = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     c = tl.arange(0, CB)
     c_ok = c < C
+    if BY_CHANNEL:
+        weight = tl.load(mix_ptr + own * C + c, mask=c_ok, other=0.0)
     ok = (m < rows)[:, None] & c_ok[None, :]
     at = (m * C)[:, None] + c[None, :]
     size = rows.to(tl.int64) * C
@@ -333,6 +369,7 @@ def combine(buffer, moments, mix, factors, node, terms):
     _combine[(triton.cdiv(rows, block),)](
         buffer, moments, mix, mix if factors is None else factors, table(tuple(listed), buffer.device), len(terms),
         rows, planes=len(buffer), node=node, BLOCK=block, UNROLL=UNROLL, AHEAD=current().reads_ahead, num_warps=4,
+        BY_CHANNEL=mix.dim() == 2,
         **settings,
         **_dropping(buffer, factors),
     )  # fmt: skip
@@ -365,7 +402,15 @@ def combine_gradient(buffer, gradient, moments, mix, factors, mix_gradient, node
         BLOCK=block, **settings, **drops,
     )  # fmt: skip
     small = min(_rows(settings, own.sums_values), triton.next_power_of_2(splits))
-    _combine_finish[(len(reduced),)](partial, sums, mix_gradient, listed, len(reduced), splits, BLOCK=small, **settings)
+    shape = (len(reduced), splits)
+    if mix.dim() == 1:
+        _combine_finish[(len(reduced),)](partial, sums, mix_gradient, listed, *shape, BLOCK=small, **settings)
+    else:
+        jobs = [(i, t.weight if t.normed else -1) for i, t in enumerate(terms)]
+        jobs += [(own, -1) for own in plain.values()]
+        jobs += [(plain.get(t.choice, len(terms)), t.weight + 1) for t in terms if t.normed]
+        listed = table(tuple(jobs), device)
+        _combine_finish_by_channel[(len(jobs),)](partial, sums, mix_gradient, listed, *shape, BLOCK=small, **settings)
     if merge is not None and by_batch:
         sums = merge(sums)
     written = tuple(
@@ -378,5 +423,5 @@ def combine_gradient(buffer, gradient, moments, mix, factors, mix_gradient, node
         scale = 1.0 / rows if by_batch else 0.0
         _combine_write[(triton.cdiv(rows, block), len(written))](
             buffer, gradient, moments, mix, scales, sums, table(written, device), rows, planes=len(buffer), node=node,
-            scale=scale, BLOCK=block, **settings, **drops,
+            scale=scale, BLOCK=block, BY_CHANNEL=mix.dim() == 2, **settings, **drops,
         )  # fmt: skip

@@ -38,8 +38,8 @@ class Pool:
 class Leaving:
     """All outputs of a node: parts first…first+count-1 of the convolutions' input gradient, its pools, and identities.
 
-    `identities`: (plane of the target node, index of the mixing weight, choice). `adds`: the node's gradient already
-    holds something, to be kept.
+    `identities`: (plane of the target node, index of the mixing weight, choice); 0 where weights are per channel: the
+    first of them is one. `adds`: the node's gradient already holds something, to be kept.
     """
 
     source: int
@@ -85,8 +85,8 @@ def gather_gradient(
 ) -> None:
     """dx[source] = (what is there) + [x > 0] · Σ parts + Σ factors · mix · dy[target] + gradients of the pools.
 
-    x and dx [planes, n, h, w, c]; parts [parts, n, h, w, c] float32; dy [planes, n, h', w', c]; mix [weights]; factors
-    [choices, n] of drop-path or None.
+    x and dx [planes, n, h, w, c]; parts [parts, n, h, w, c] float32; dy [planes, n, h', w', c]; mix [weights] or
+    [1 + 2 · norms, c]; factors [choices, n] of drop-path or None.
     """
     if leaving:
         kernel = triton_kernels("pool").gather_gradient if runs_triton(x) else gather_gradient_reference

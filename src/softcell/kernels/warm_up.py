@@ -5,7 +5,8 @@ launched: one after the other. Here they are known before. Worker processes comp
 where the first step finds them. There are two ways to know them:
 
     warm_up           training: the schedules of derived networks list their launches
-    warm_up_by_run    searches: a dry run of the step, in which nothing is launched; workers compile while it still runs
+    warm_up_by_run    searches, and networks without schedules: a dry run of the step, in which nothing is launched;
+                      workers compile while it still runs
 
 `SOFTCELL_COMPILE_AHEAD=0` disables both: kernels are then compiled on first use.
 """

@@ -73,7 +73,7 @@ class FusedCell:
     def __call__(
         self, states: Sequence[Tensor], mix: Tensor | None = None, factors: Tensor | None = None
     ) -> list[Tensor]:
-        """Input nodes [n, c, h, w] and mixing weights [any] to the values of all nodes.
+        """Input nodes [n, c, h, w] and mixing weights, as `mixed_cell` takes them, to the values of all nodes.
 
         mix: None where every output is returned separately. factors [choices, n]: of drop-path, by choice and sample.
         """
@@ -223,23 +223,28 @@ def pool_of(module: nn.Module) -> tuple[nn.MaxPool2d | nn.AvgPool2d, nn.BatchNor
     return (inner, norm) if fits else None
 
 
-def plan(entries: Iterable[Entry], inputs: int, nodes: int, channels: int, stride: int) -> FusedCell:
-    """The fused form of a cell; raises `Unfit` with the reason if there is none. stride: of edges from input nodes."""
-    return _Planner(list(entries), inputs, nodes, channels, stride).build()
+def plan(
+    entries: Iterable[Entry], inputs: int, nodes: int, channels: int, stride: int, *, affine: bool = False
+) -> FusedCell:
+    """The fused form of a cell; raises `Unfit` with the reason if there is none. stride: of edges from input nodes.
+
+    affine: all norms have scale and shift, which are the mixing weights; the weights of entries are then 0.
+    """
+    return _Planner(list(entries), inputs, nodes, channels, stride, affine).build()
 
 
 def plan_apart(entries: Iterable[Entry], channels: int, stride: int) -> tuple[FusedCell, list[int]]:
     """The fused form of the outgoing modules of one node, with separate outputs, and the output number of each."""
-    planner = _Planner(list(entries), 1, 1, channels, stride)
+    planner = _Planner(list(entries), 1, 1, channels, stride, False)
     cell = planner.build(apart=True)
     planes = [planner.result[id(entry.module)][0] for entry in planner.entries]
     return cell, [cell.program.results.index(plane) for plane in planes]
 
 
 class _Planner:
-    def __init__(self, entries: list[Entry], inputs: int, nodes: int, channels: int, stride: int) -> None:
+    def __init__(self, entries: list[Entry], inputs: int, nodes: int, channels: int, stride: int, affine: bool) -> None:
         self.entries, self.inputs, self.nodes, self.channels, self.stride = entries, inputs, nodes, channels, stride
-        self.planes = nodes
+        self.affine, self.planes = affine, nodes
         self.norms: list[tuple[int, nn.BatchNorm2d]] = []
         self.kinds: dict[tuple[int, Window], list[_Stage]] = {}
         self.pending: list[tuple[tuple[int, Window], int, int, int, int]] = []  # key, source, first, count, start
@@ -386,6 +391,8 @@ class _Planner:
     def _check(self, stages: tuple[_Stage, ...], source: int) -> None:
         if stages[0].window.stride != self._stride(source):
             raise Unfit(f"an outgoing convolution of node {source} has stride {stages[0].window.stride}")
+        if self.affine and len(stages) > 1:
+            raise Unfit("a batch-norm between two convolutions has scale and shift")
         for stage in stages:
             weights = [conv.weight for conv in stage.factors]
             if any(conv.bias is not None for conv in stage.factors) or stage.norm.num_features != self.channels:
@@ -399,6 +406,7 @@ class _Planner:
     def _terms(self) -> tuple[tuple[Term, ...], ...]:
         """Gradients reach the last node first, so that node starts the gradient of a shared plane; others add to it."""
         seen: set[int] = set()
+        scales = {plane: 1 + 2 * i for i, (plane, _) in enumerate(self.norms)}
         found: list[tuple[Term, ...]] = []
         for node in reversed(range(self.inputs, self.nodes)):
             terms = []
@@ -411,7 +419,10 @@ class _Planner:
                     terms.append(Term(e.source, e.weight, normed=False, choice=e.choice, through=True))
                     continue
                 plane, normed = self.result[id(e.module)]
-                terms.append(Term(plane, e.weight, normed, e.choice, adds=plane in seen))
+                if self.affine and normed and plane in seen:
+                    raise Unfit("edges share a batch-norm with scale and shift")
+                weight = scales[plane] if self.affine and normed else e.weight
+                terms.append(Term(plane, weight, normed, e.choice, adds=plane in seen))
                 seen.add(plane)
             found.insert(0, tuple(terms))
         return tuple(found)
@@ -429,8 +440,9 @@ class _Planner:
     def _eps(self) -> float:
         """The value of all norms, which must be equal."""
         norms = [norm for _, norm in self.norms]
-        if any(n.affine or not n.track_running_stats for n in norms):
-            raise Unfit("a batch-norm has scale and shift, or keeps no running statistics")
+        if any(n.affine != self.affine or not n.track_running_stats for n in norms):
+            others = "no scale and shift" if self.affine else "scale and shift"
+            raise Unfit(f"a batch-norm has {others}, or keeps no running statistics")
         if len({(n.eps, n.momentum) for n in norms}) > 1:
             raise Unfit("the batch-norms differ in eps or momentum")
         if len({n.training for n in norms}) > 1:

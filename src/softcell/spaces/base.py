@@ -144,6 +144,8 @@ class Network(nn.Module, ABC):
     """
 
     inputs: Inputs | None = None
+    needs_dry_pass: ClassVar[bool] = False
+    """Whether what fused cells launch becomes known by a pass that launches nothing, instead of by `schedules`."""
 
     def __init__(self, genotype: Genotype, shape: Shape, num_classes: int) -> None:
         super().__init__()

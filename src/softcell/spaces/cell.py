@@ -23,6 +23,7 @@ from softcell.nn.candidates import Spec
 from softcell.nn.norm import recomputed
 from softcell.nn.stack import run_alike, run_blocks
 from softcell.nn.stochastic import DropPath
+from softcell.spaces._affine_plan import AffineCell, plan_affine
 from softcell.spaces._derived_plan import DerivedCell, plan_derived
 from softcell.spaces._derived_plan import Pick as DerivedPick
 from softcell.spaces._executors import (
@@ -226,6 +227,7 @@ class PickedCell(nn.Module):
         self._nodes = max((*cell.targets, *cell.output), default=inputs - 1) + 1
         self.spec = spec_of(0)
         self._known: dict[bool, DerivedCell | None] = {}
+        self._known_affine: dict[bool, AffineCell | None] = {}
         sources = sorted({pick.source for pick in cell.picks})
         inner = range(inputs, self._nodes)
         self.bottleneck = None if bottleneck == 1 else Bottleneck(sources, inner, wide=wide, narrow=self.spec)
@@ -279,11 +281,23 @@ class PickedCell(nn.Module):
         return remembered(self._known, True, lambda: self._plan(preprocess, channels, stride))
 
     def _plan(self, preprocess: Sequence[nn.Module], channels: int, stride: int) -> DerivedCell:
+        picks = [DerivedPick(*pick) for pick in self._fusable()]
+        return plan_derived(preprocess, picks, self._nodes - self.inputs, channels, stride, self._drop_path[0])
+
+    def fused_affine(self) -> AffineCell | None:
+        """This cell of ReLU-convolution-norm picks as one operation; None where its modules run one by one."""
+        return remembered(self._known_affine, True, self._plan_affine)
+
+    def _plan_affine(self) -> AffineCell:
+        spec, drop_path = self.spec, self._drop_path[0]
+        return plan_affine(self._fusable(), self.inputs, self._nodes, spec.channels, spec.stride, drop_path)
+
+    def _fusable(self) -> list[tuple[int, int, nn.Module]]:
+        """Source, target and module of every pick but zeros; raises `Unfit` where nodes are not sums of picks alone."""
         if self.bottleneck is not None or self.partial is not None or self._residual:
             raise Unfit("there is a bottleneck, a bypass or a residual between the nodes")
         modules = ((pick, self.edges.module(index)) for index, pick in enumerate(self.cell.picks))
-        picks = [DerivedPick(pick.source, pick.target, module) for pick, module in modules if module is not None]
-        return plan_derived(preprocess, picks, self._nodes - self.inputs, channels, stride, self._drop_path[0])
+        return [(pick.source, pick.target, module) for pick, module in modules if module is not None]
 
     def _incoming(self, node: int) -> Iterator[tuple[int, Pick]]:
         return ((i, pick) for i, pick in enumerate(self.cell.picks) if pick.target == node)

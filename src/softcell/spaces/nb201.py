@@ -6,6 +6,7 @@ Dong, Yang: NAS-Bench-201: Extending the Scope of Reproducible Neural Architectu
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, ClassVar
@@ -17,9 +18,11 @@ from softcell.errors import UserError
 from softcell.nn.candidates import Spec, get_candidate
 from softcell.nn.conv import ReLUConvBN
 from softcell.nn.norm import BatchNorm2d
+from softcell.spaces._affine_plan import RunCell, fused_pass
 from softcell.spaces.base import Network, Shape, Space, Supernet, global_pool, register_space
 from softcell.spaces.cell import MixedCell, PickedCell
 from softcell.spaces.edges import SpecOf, check_ratios
+from softcell.spaces.execution import plan_network
 
 CANDIDATES = ("none", "skip_connect", "nor_conv_1x1", "nor_conv_3x3", "avg_pool_3x3")
 STAGES = 3
@@ -177,6 +180,8 @@ class NB201Supernet(Supernet):
 
 
 class NB201Network(Network):
+    needs_dry_pass = True
+
     def __init__(
         self, space: NB201Space, genotype: Genotype, shape: Shape, num_classes: int, *, search_form: bool
     ) -> None:
@@ -198,8 +203,14 @@ class NB201Network(Network):
 
     def features(self, x: Tensor) -> list[Tensor]:
         x = self.skeleton.stem(x)
-        stages = []
-        for site, cell in enumerate(self.cells):
+        if not plan_network(x):
+            return self._run(x, list(self.cells))
+        with fused_pass(self.cells, x) as cells:  # type: ignore[arg-type]
+            return self._run(x, cells)
+
+    def _run(self, x: Tensor, cells: Sequence[RunCell]) -> list[Tensor]:
+        stages: list[Tensor] = []
+        for site, cell in enumerate(cells):
             if site and site % self._per_stage == 0:
                 stages.append(x)
                 x = self.skeleton.reductions[len(stages) - 1](x)

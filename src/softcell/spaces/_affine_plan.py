@@ -1,0 +1,109 @@
+"""Derived cells of ReLU-convolution-norm candidates as programs of `softcell.kernels.cell`.
+
+A node of such a cell is Σ γ·ŷ + β over its inputs, where a mixed cell has Σ w·ŷ: the same program with weights per
+channel, the scales and shifts of the norms. Identities and pools without a norm have weight one. Drop-path scales
+γ·ŷ + β of every pick but identities, which are never dropped (DARTS).
+
+Nothing is owned here: weights and running statistics stay in the modules, under their names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from softcell.nn.norm import updates_together
+from softcell.nn.stochastic import DropPath
+from softcell.spaces._fused_plan import Entry, FusedCell, plan
+
+if TYPE_CHECKING:
+    from softcell.spaces.cell import PickedCell
+
+RunCell = Callable[[Sequence[Tensor]], list[Tensor]]
+"""Runs a cell: values of the input nodes to those of all nodes, each [n, c, h, w]."""
+
+
+@dataclass(frozen=True, slots=True)
+class AffineCell:
+    """A derived cell's program and what it reads; `paths` is the number of picks that drop-path drops."""
+
+    cell: FusedCell
+    drop_path: DropPath
+    paths: int
+
+    def __call__(self, states: Sequence[Tensor], factors: Tensor | None = None) -> list[Tensor]:
+        """Values of the input nodes to those of all nodes, each [n, c, h, w].
+
+        factors [1 + paths, n]: of drop-path, after ones for what is never dropped; None: nothing is dropped.
+        """
+        return self.cell(states, self.mix(), factors)
+
+    def mix(self) -> Tensor:
+        """[1 + 2 · norms, c]: ones, then the scale and shift of every norm."""
+        norms = [norm for _, norm in self.cell.norms]
+        rows = [_ones(norms[0].weight), *(row for norm in norms for row in (norm.weight, norm.bias))]
+        return torch.cat(rows).view(len(rows), self.cell.program.channels)
+
+    def drops(self) -> bool:
+        """Whether this pass drops something."""
+        return self.drop_path.training and self.drop_path.probability > 0.0 and self.paths > 0
+
+
+_ONES: dict[tuple[int, torch.dtype, torch.device], Tensor] = {}
+
+
+def _ones(like: Tensor) -> Tensor:
+    """Ones like a parameter; kept, since making them would take a launch for every cell."""
+    key = (like.shape[0], like.dtype, like.device)
+    if key not in _ONES:
+        _ONES[key] = torch.ones(key[0], dtype=key[1], device=key[2])
+    return _ONES[key]
+
+
+def plan_affine(
+    picks: Iterable[tuple[int, int, nn.Module]],
+    inputs: int,
+    nodes: int,
+    channels: int,
+    stride: int,
+    drop_path: DropPath,
+) -> AffineCell:
+    """The fused form of a derived cell; raises `Unfit` with the reason if there is none.
+
+    picks: source, target and module of each that is not zero. stride: of all outgoing operations of an input node.
+    """
+    entries, choice = [], 0
+    for source, target, module in picks:
+        dropped = not isinstance(module, nn.Identity)
+        choice += dropped
+        entries.append(Entry(source, target, 0, module, choice if dropped else 0))
+    return AffineCell(plan(entries, inputs, nodes, channels, stride, affine=True), drop_path, choice)
+
+
+@contextmanager
+def fused_pass(cells: Iterable[PickedCell], x: Tensor) -> Iterator[list[RunCell]]:
+    """How to run each cell within this context: fused, or module by module where it has no fused form.
+
+    What is small happens once for all cells, since each launch takes microseconds: drop-path's factors are drawn at the
+    beginning, running statistics are updated at the end. x: any tensor of the batch, [n, ...].
+    """
+    forms = [(cell, cell.fused_affine()) for cell in cells]
+    dropping = [form for _, form in forms if form is not None and form.drops()]
+    drawn: dict[int, Tensor] = {}
+    if dropping:
+        counts = [form.paths for form in dropping]
+        own = torch.split(dropping[0].drop_path.factors(x, sum(counts)), counts)
+        ones = torch.ones_like(own[0][:1])
+        parts = torch.split(torch.cat([row for part in own for row in (ones, part)]), [1 + count for count in counts])
+        drawn = {id(form): part for form, part in zip(dropping, parts, strict=True)}
+    with updates_together():
+        yield [cell if form is None else _with_factors(form, drawn.get(id(form))) for cell, form in forms]
+
+
+def _with_factors(form: AffineCell, factors: Tensor | None) -> RunCell:
+    return lambda states: form(states, factors)

@@ -1,0 +1,120 @@
+"""Derived NAS-Bench-201 cells for the tests of their fused form, and the comparison with their modules."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from softcell.arch import Cell, Pick
+from softcell.nn import Spec
+from softcell.nn.stochastic import DropPath
+from softcell.spaces import PickedCell
+from softcell.spaces._affine_plan import AffineCell
+
+ONE, THREE, POOL, SKIP, ZERO = "nor_conv_1x1", "nor_conv_3x3", "avg_pool_3x3", "skip_connect", "none"
+CELLS: dict[str, tuple[tuple[int, int, str], ...]] = {
+    "best": ((0, 1, THREE), (0, 2, THREE), (1, 2, THREE), (0, 3, SKIP), (1, 3, THREE), (2, 3, THREE)),
+    "all five": ((0, 1, ONE), (0, 2, POOL), (1, 2, SKIP), (0, 3, POOL), (1, 3, ZERO), (2, 3, THREE)),
+    "two on an edge": ((0, 1, THREE), (0, 1, ONE), (0, 2, SKIP), (1, 2, POOL), (1, 2, SKIP), (2, 3, ONE), (2, 3, POOL)),
+    "nothing reaches 1": ((0, 1, ZERO), (0, 2, ONE), (1, 2, THREE), (0, 3, POOL), (1, 3, SKIP), (2, 3, THREE)),
+    "nothing leaves 2": ((0, 1, THREE), (0, 2, ONE), (1, 2, POOL), (0, 3, SKIP), (1, 3, ONE)),
+}
+"""Source, target and operation of every pick, by target, as drop-path draws its factors module by module."""
+
+
+class Factors(DropPath):
+    """Drop-path by given factors [picks, n], one row after the other."""
+
+    def __init__(self, factors: Tensor | None) -> None:
+        super().__init__(0.0 if factors is None else 0.5)
+        self.rows: Iterator[Tensor] = iter(() if factors is None else factors)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.probability == 0.0 or not self.training:
+            return x
+        return x * next(self.rows).to(x).view(-1, 1, 1, 1)
+
+
+def picked(name: str, channels: int, factors: Tensor | None = None, **settings: Any) -> PickedCell:
+    """A cell in float64 whose norms have random scales, shifts and running statistics."""
+    torch.manual_seed(0)
+    picks = Cell(tuple(Pick(*one) for one in CELLS[name]), output=(3,))
+    spec = Spec(channels, **settings)
+    cell = PickedCell(picks, 1, lambda source: spec, Factors(factors)).double()
+    for norm in cell.modules():
+        if isinstance(norm, nn.BatchNorm2d) and norm.affine:
+            assert norm.running_mean is not None and norm.running_var is not None
+            nn.init.normal_(norm.weight)
+            nn.init.normal_(norm.bias)
+            norm.running_mean.uniform_(-1, 1)
+            norm.running_var.uniform_(0.5, 2)
+    return cell
+
+
+def num_dropped(name: str) -> int:
+    """The number of picks that drop-path drops."""
+    return sum(op not in (SKIP, ZERO) for _, _, op in CELLS[name])
+
+
+def form_of(cell: PickedCell) -> AffineCell:
+    form = cell.fused_affine()
+    assert form is not None, "it has a fused form"
+    return form
+
+
+def inputs_of(name: str, channels: int, batch: int, size: tuple[int, int]) -> tuple[Tensor, Tensor]:
+    """An input [n, c, h, w], and factors [picks, n] of which some are 0."""
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(batch, channels, *size, generator=generator).double()
+    return x, torch.randint(3, (num_dropped(name), batch), generator=generator).double()
+
+
+def outcome(
+    cell: PickedCell,
+    x: Tensor,
+    factors: Tensor | None,
+    *,
+    fused: bool,
+    last: bool = False,
+    device: str = "cpu",
+    dtype: torch.dtype = torch.float64,
+) -> dict[str, Tensor]:
+    """Values of the inner nodes, gradients of a random linear function of them (`last`: of the last), and buffers.
+
+    dtype: float32 or float64, or bfloat16: of inputs and, by autocast, of modules.
+    """
+    wide = torch.float32 if dtype is torch.bfloat16 else dtype
+    own = copy.deepcopy(cell).to(device, wide)
+    given = x.to(device, dtype).requires_grad_()
+    dropped = None if factors is None else factors.to(device, wide)
+    if fused:
+        ones = None if dropped is None else torch.cat([torch.ones_like(dropped[:1]), dropped])
+        nodes = form_of(own)([given], ones)[1:]
+    else:
+        own._drop_path = [Factors(dropped).train(own.training)]
+        with torch.autocast(device, torch.bfloat16, enabled=dtype is torch.bfloat16):
+            nodes = own([given])[1:]
+    generator = torch.Generator().manual_seed(7)
+    slopes = [torch.randn(node.shape, generator=generator).to(node) for node in nodes]
+    chosen = list(zip(nodes, slopes, strict=True))[-1 if last else 0 :]
+    loss: Any = sum((node * slope).sum() for node, slope in chosen)
+    wanted = [given, *own.parameters()]
+    gradients = torch.autograd.grad(loss, wanted, allow_unused=True)
+    names = ["input 0", *(name for name, _ in own.named_parameters())]
+    found = {f"node {1 + i}": node.detach() for i, node in enumerate(nodes)}
+    for name, one, gradient in zip(names, wanted, gradients, strict=True):
+        found[name] = torch.zeros_like(one) if gradient is None else gradient
+    return found | dict(own.named_buffers())
+
+
+def require_close(mine: dict[str, Tensor], theirs: dict[str, Tensor], tolerance: float) -> None:
+    """By the norm of each tensor; where that is rounding, by the number of elements."""
+    assert mine.keys() == theirs.keys()
+    for name, expected in theirs.items():
+        wide = expected.double().cpu()
+        error = (mine[name].double().cpu() - wide).norm() / max(float(wide.norm()), 1e-2 * wide.numel() ** 0.5)
+        assert error <= tolerance, f"{name}: {error}"

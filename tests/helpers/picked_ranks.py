@@ -1,0 +1,64 @@
+"""What the tests of fused NAS-Bench-201 networks run on each of two ranks, and on one process as the oracle."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from softcell.arch import notation
+from softcell.engine import distributed
+from softcell.engine.optim import classification_step
+from softcell.kernels.cell import mixed_cell
+from softcell.kernels.shared import local_norms
+from softcell.spaces import _fused_plan, build_space, execution
+from softcell.spaces.execution import fused_networks, is_modules_only, modules_only
+from tests.helpers.fused_ranks import Counted
+
+PICKS = "|nor_conv_1x1~0|+|nor_conv_3x3~0|avg_pool_3x3~1|+|skip_connect~0|none~1|nor_conv_3x3~2|"
+SIZE = 6
+
+
+def part_of(rank: int) -> slice:
+    return slice(rank * SIZE // 2, (rank + 1) * SIZE // 2)
+
+
+def network_steps(part: slice, world: distributed.World) -> dict[str, Tensor]:
+    """Weights and running statistics of a small network after two steps of training on `part`, with drop-path."""
+    torch.manual_seed(0)
+    space = build_space("nb201", {"cells_per_stage": 1, "channels": 3})
+    network: Any = space.network(notation.parse(PICKS), (3, 8, 8), 5).double().train()
+    network.use_drop_path(0.3)
+    images, labels = torch.randn(2, SIZE, 3, 8, 8, dtype=torch.float64), torch.randint(5, (2, SIZE))
+    optimiser = torch.optim.SGD(network.parameters(), lr=0.05, momentum=0.9)
+    with fused_networks():
+        for x, y in zip(images, labels, strict=True):
+            classification_step(network, optimiser, x[part], y[part], world, clip=1.0)
+    return {name: value.clone() for name, value in network.state_dict().items()}
+
+
+def steps_on_rank(world: distributed.World, folder: Path) -> dict[str, Any]:
+    fuse_by_twins()
+    part, ran = part_of(world.rank), 0
+
+    def counted(*given: Any, **named: Any) -> Any:
+        nonlocal ran
+        ran += 1
+        return mixed_cell(*given, **named)
+
+    _fused_plan.mixed_cell = counted  # type: ignore[assignment]
+    with Counted() as fused:
+        shared = network_steps(part, world)
+    with Counted() as local, local_norms():
+        network_steps(part, world)
+    cells = ran
+    with Counted() as modules, modules_only():
+        network_steps(part, world)
+    assert ran == cells, "modules ran"
+    counts = {"fused": len(fused.sizes), "modules": len(modules.sizes), "local": len(local.sizes)}
+    return {"shared": shared, "collectives": counts, "cells": cells}
+
+
+def fuse_by_twins() -> None:
+    """Cells are fused on the CPU too, by the kernels' plain twins."""
+    execution.kernels_serve = lambda x: not is_modules_only()
