@@ -8,6 +8,7 @@ python -m scripts.nb201_page
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -179,6 +180,32 @@ def with_summary(readme: str, record: Mapping[str, Any]) -> str:
     return f"{before}{MARKERS[0]}\n{summary(record)}\n{MARKERS[1]}{after}"
 
 
+def reading(record: Mapping[str, Any]) -> str:
+    """Which methods with enough seeds find more on CIFAR-10 than random cells."""
+    own = [one for one in record["summary"] if one["data"] == "cifar10" and one["n"] >= GOAL]
+    means = {LABELS[one["arm"]]: float(one["accuracies"]["cifar10_test"]["mean"]) for one in own}
+    limits = [(name, float(values["cifar10_test"][0])) for name, values in random_rows(record)]
+    lines, upper = [], math.inf
+    for name, limit in sorted(limits, key=lambda one: -one[1]):
+        lines.append(f"- more than {_the(name)} ({limit:.2f}%): {_listed(means, limit, upper)}")
+        upper = limit
+    lines.append(f"- not more than a random cell: {_listed(means, -math.inf, upper)}")
+    return (
+        f"**Reading.** Methods with {GOAL} seeds or more, by their mean CIFAR-10 test accuracy. The time to train the "
+        "random cells is not counted.\n\n" + "\n".join(lines)
+    )
+
+
+def _the(name: str) -> str:
+    return f"the {name}" if name.startswith("best") else f"a {name}"
+
+
+def _listed(means: Mapping[str, float], above: float, upper: float) -> str:
+    """The methods with a mean in (above, upper], the best first."""
+    found = sorted(((mean, name) for name, mean in means.items() if above < mean <= upper), reverse=True)
+    return "; ".join(f"{name} ({mean:.2f})" for mean, name in found) or "none"
+
+
 def cells(rows: Sequence[Mapping[str, Any]], data: str) -> str:
     headings = ["", "seed", "cell", "CIFAR-10 test", "seconds", "made with"]
     lines = []
@@ -202,7 +229,8 @@ def page() -> str:
             complete=sum(number >= GOAL for number in seeds.values()),
             begun=sum(number > 0 for number in seeds.values()),
             total=len(methods),
-        )
+        ),
+        reading(record),
     ]
     for data, name in NAMES.items():
         measured = any(own["data"] == data for own in rows)
