@@ -107,7 +107,7 @@ def compilations(schedules: Iterable[Schedule]) -> list[Compilation]:
 
 
 def current_target() -> Target:
-    """That of the current device."""
+    """The target of the current device."""
     from triton.runtime import driver  # type: ignore[import-not-found, unused-ignore]
 
     target = driver.active.get_current_target()
@@ -170,6 +170,7 @@ class Compiler:
                 return
         number, self.num_missing = self.num_missing, self.num_missing + 1
         (self._folder / str(number)).write_text(json.dumps([self._target, job]))
+        # So few bytes go into a pipe at once: no worker reads a part of a number.
         os.write(self._queue, number.to_bytes(4, "big"))
         if len(self._workers) < self._most:
             self._workers.append(self._start(self._folder))
@@ -188,6 +189,7 @@ class Compiler:
                 if self._notify is not None and self.num_missing:
                     cores = count_of(len(self._workers), "core")
                     self._notify(f"compiling {count_of(self.num_missing, 'kernel')} on {cores}")
+                # After Ctrl-C workers are not waited for.
                 if kind is None or issubclass(kind, Exception):
                     end = time.monotonic() + MOST_SECONDS
                     for worker in self._workers:
@@ -216,6 +218,7 @@ class Compiler:
             [sys.executable, "-m", "softcell.kernels.warm_up", str(folder)],
             stdin=self._numbers,
             stdout=subprocess.DEVNULL,
+            # One thread each: there is a worker per core.
             env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path},
         )
 
@@ -253,7 +256,7 @@ def _tuples(value: Any) -> Any:
 
 
 def _reduced(specialization: str) -> str:
-    """Without the key of Triton's cache in memory, which says the same again."""
+    """A specialization without its key in Triton's cache in memory, which repeats the rest."""
     given = json.loads(specialization)
     del given["key"]
     return json.dumps(given)  # the order of a signature matters
@@ -270,6 +273,7 @@ def _marks() -> Path:
 def _digest(job: Compilation, target: Target) -> str:
     import triton  # type: ignore[import-not-found, unused-ignore]
 
+    # Triton's hash of the kernel's source and of all functions that it calls.
     source = getattr(importlib.import_module(job.module), job.name).cache_key
     return hashlib.sha256(repr((triton.__version__, source, tuple(target), tuple(job))).encode()).hexdigest()
 
