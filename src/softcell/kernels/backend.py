@@ -46,7 +46,8 @@ def runs_triton(x: Tensor) -> bool:
 def is_wanted(ctx: Any, number: int) -> bool:
     """In a backward pass: whether the gradient of this tensor is needed, by its number among the forward's.
 
-    `needs_input_grad` says only that it could be needed. torch does not know it of leaves; they count as wanted.
+    `needs_input_grad` says only that the tensor requires a gradient, not that this pass computes it. torch does not
+    know this of leaves, so they count as wanted.
     """
     node = ctx.next_functions[number][0]
     if node is None:
@@ -64,7 +65,7 @@ def by_twin(
 ) -> list[Tensor | None]:
     """The gradients of what `twin` makes of `given`, which can be differentiated once more, as a kernel's cannot.
 
-    Each of the tensors is taken for itself: where one was made from another, the way between them is not gone.
+    Each tensor counts as an independent input, even where one of them was computed from another.
     """
     own = [None if one is None else one.view_as(one) for one in given]
     known = [(y, grad) for y, grad in zip(twin(*own), grads, strict=True) if grad is not None]

@@ -112,7 +112,7 @@ def compilations(schedules: Iterable[Schedule]) -> list[Compilation]:
 
 
 def current_target() -> Target:
-    """That of the current device."""
+    """The target of the current device."""
     from triton.runtime import driver  # type: ignore[import-not-found, unused-ignore]
 
     target = driver.active.get_current_target()
@@ -225,6 +225,7 @@ class Compiler:
         folder = self._folder or self._open()
         number, self.num_missing = self.num_missing, self.num_missing + 1
         (folder / str(number)).write_text(json.dumps([self._target, job]))
+        # So few bytes go into a pipe at once: no worker reads a part of a number.
         os.write(self._queue, number.to_bytes(4, "big"))
         if len(self._workers) < self._most:
             self._workers.append(self._start(folder))
@@ -247,7 +248,7 @@ class Compiler:
                 if self._notify is not None and self.num_missing:
                     cores = count_of(min(len(self._workers), self.num_missing), "core")
                     self._notify(f"compiling {count_of(self.num_missing, 'kernel')} on {cores}")
-                if wait:
+                if wait:  # not after Ctrl-C
                     end = time.monotonic() + MOST_SECONDS
                     for worker in self._workers:
                         with suppress(subprocess.TimeoutExpired):
@@ -274,6 +275,7 @@ class Compiler:
             [sys.executable, "-m", "softcell.kernels.warm_up", str(folder)],
             stdin=self._numbers,
             stdout=subprocess.DEVNULL,
+            # One thread each: there is a worker per core.
             env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path},
         )
 
@@ -311,7 +313,7 @@ def _tuples(value: Any) -> Any:
 
 
 def _reduced(specialization: str) -> str:
-    """Without the key of Triton's cache in memory, which says the same again."""
+    """A specialization without its key in Triton's cache in memory, which repeats the rest."""
     given = json.loads(specialization)
     del given["key"]
     return json.dumps(given)  # the order of a signature matters
@@ -328,6 +330,7 @@ def _marks() -> Path:
 def _digest(job: Compilation, target: Target) -> str:
     import triton  # type: ignore[import-not-found, unused-ignore]
 
+    # Triton's hash of the kernel's source and of all functions that it calls.
     source = getattr(importlib.import_module(job.module), job.name).cache_key
     return hashlib.sha256(repr((triton.__version__, source, tuple(target), tuple(job))).encode()).hexdigest()
 
