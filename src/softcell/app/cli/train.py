@@ -242,7 +242,7 @@ def run_train(
         check_trainable(chosen, recipe)
     if random and recipe.task == "retrieve":
         raise UserError("--random compares accuracies of classifiers; train the random architectures separately")
-    # The genotype in the folder of a resumed run has its budget already.
+    # A resumed run keeps the genotype of its folder, with what that says about a budget.
     if random and not resume:
         chosen = with_budget(chosen, genotype, recipe)
     others = draw_random(chosen, recipe, random) if random else []  # raises before the first training run
