@@ -204,6 +204,7 @@ def is_phase(folder: Path) -> bool:
 def companions(folder: Path) -> list[Path]:
     """The random architectures trained for comparison in `folder` (`softcell train --random N`)."""
     found = [file.parent for file in folder.glob(f"random-*/{MANIFEST}")]
+    # random-10 comes after random-9.
     return sorted(found, key=lambda path: (len(path.name), path.name))
 
 
@@ -256,6 +257,7 @@ def labels(folders: Sequence[Path]) -> list[str]:
     paths = [folder.resolve() for folder in folders]
     if len(paths) < 2:
         return [path.name for path in paths]
+    # Of the parents, so that every label has at least the name of its folder.
     common = Path(os.path.commonpath([path.parent for path in paths]))
     return [str(path.relative_to(common)) for path in paths]
 
