@@ -239,6 +239,7 @@ class Display:
             self._notebook.bar(self._label, "  ".join(filter(None, (description, steps, left))), done / max(1, total))
         if self._bar is None:
             return
+        # A listener made by `beside` gets its bar with its first step.
         if self._task is None:
             self._task = self._bar.add_task(description, total=total, left="", steps="")
         self._bar.update(

@@ -126,6 +126,7 @@ def locate(module: str, name: str) -> Found | None:
     if found is not None:
         return found
     try:
+        # What is imported may also be a module of its package.
         importlib.import_module(f"{origin}.{inner}")
     except ImportError:
         raise UserError(

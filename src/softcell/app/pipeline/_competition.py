@@ -247,6 +247,7 @@ class Contest:
         candidates = {each["name"]: build(Candidate, each, "plan: candidate") for each in state["candidates"]}
         rounds: list[dict[str, Any]] = state["rounds"]
         while "winner" not in state:
+            # A round without `kept` was interrupted: it continues.
             if not rounds or "kept" in rounds[-1]:
                 entered = [candidates[name] for name in (rounds[-1]["kept"] if rounds else state["entered"])]
                 is_last = len(rounds) + 1 == num_rounds(len(state["entered"]))
@@ -254,6 +255,7 @@ class Contest:
                 room = max(min(state["until"], self.time.final_from) - plan.used(), 0.02 * self.request.time)
                 seconds, seeds = round_time(entered, room, choice.epoch, is_last=is_last, start=choice.start)
                 names = [each.name for each in by_importance(entered)]
+                # Saved before it runs: a resumed round has the same seconds, seeds and networks.
                 rounds.append({"seconds": seconds, "seeds": seeds, "names": names, "results": {}, "is_last": is_last})
                 plan.save()
             self._round(choice, len(rounds), rounds[-1], candidates)

@@ -224,6 +224,7 @@ class Plan:
     @classmethod
     def create(cls, folder: Path, request: RunRequest) -> Plan:
         """The plan of a new run in a new or empty folder."""
+        # Before the folder is created: a rejected request leaves nothing.
         request.check()
         was_there = _make_folder(folder)
         provenance = {"created": now(), **collect()}

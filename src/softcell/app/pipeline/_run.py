@@ -312,6 +312,7 @@ class _Run:
         )
         # It also ends while there is still time to compare what it has found.
         latest = self.time.final_from - least_competition(choice.start, choice.epoch)
+        # Stored once: a resumed search does not get its time again.
         until = plan.search.setdefault("until", min(plan.used() + OVERRUN * plan.search["expected"], latest))
         plan.save()
         try:
@@ -367,6 +368,7 @@ class _Run:
                     folder,
                     resume=has_run(folder),
                     on_event=watched,
+                    # The end moves with the load of the machine, and the training follows it.
                     later=lambda: self.time.end - until,
                 )
         except _TooSlowError as slow:

@@ -248,6 +248,7 @@ class _Task:
             return 1
 
     def stop(self) -> None:
+        # The first call raises KeyboardInterrupt in the task, which then saves; only the second one kills it.
         self._ray.cancel(self._reference, force=self._asked)
         self._asked = True
 

@@ -289,6 +289,7 @@ class _Shared:
             if code is None:
                 return False
             self._code = code
+            # After a stop the training runs are left to the next call of the sweep.
             if code == 0 and not self._asked and commands(self._job.folder, self._job.random):
                 self._rest = self._alone()
         return self._rest is None or self._rest.done()
@@ -376,6 +377,7 @@ def _search_steps_of(folder: Path) -> Running[int]:
 
     search = folder / "search"
     begun = has_run(search)
+    # The lock of the job, which `Work` holds for jobs in separate processes.
     with locked(folder):
         _log(folder, f"$ softcell search ({'resumed' if begun else 'new'}, in one process with other jobs)")
         recipe = search_recipe({}, resume_from=search) if begun else search_recipe({}, config=f"{search}.json")
