@@ -543,6 +543,7 @@ def _data(data: Data | None, out: str | Path | None) -> tuple[dict[str, str], Ke
     if data is None or isinstance(data, str | Path):
         return ({} if data is None else {"data": str(data)}), None
     kept = KeptArrays.of(data, RUNS if out is None else Path(out).parent)
+    # Absolute, so that the run can be resumed from any folder.
     return {"data": kept.path.name, "data_root": str(kept.path.parent.resolve())}, kept
 
 

@@ -167,6 +167,7 @@ def _score(value: object, measure: str, top5: object = None) -> Score | None:
 
 def number(value: object) -> float | None:
     """`value` if it is a finite number, else None."""
+    # A bool is an int too, but `true` in a file is no number.
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     try:
