@@ -273,6 +273,7 @@ def _tau(table: Nb201Table, rows: Iterable[Mapping[str, Any]]) -> float | None:
     ranked = [row for row in rows if row["indicator"] is not None]
     found = [taus(table, row["indicator"], from_nb201(row["architecture"]), RANKED_BY) for row in ranked]
     means = [mean_tau(one["derived"]) for one in found]
+    # NaN if an indicator is equal for all operations of every edge.
     known = [value for value in means if value == value]
     return sum(known) / len(known) if known else None
 
