@@ -78,6 +78,7 @@ class CapturedStep:
 
     def _count(self, key: Hashable, more: int = 0) -> int:
         """How often the step ran eagerly with `key`; the least recently used keys are dropped."""
+        # Removed and stored again, so that the key counts as the most recently used.
         self._tried[key] = self._tried.pop(key, 0) + more
         while len(self._tried) > MAX_COUNTED_KEYS:
             self._tried.popitem(last=False)
@@ -98,6 +99,7 @@ class CapturedStep:
         return self._side
 
     def _replay(self, graph: Recording, *inputs: Tensor) -> None:
+        # A graph reads fixed addresses, so the inputs of every step are copied to them.
         for own, given in zip(self._inputs, inputs, strict=True):
             own.copy_(given)
         graph.replay()
@@ -288,6 +290,7 @@ def own_stream(owner: object, device: int | None = None) -> torch.cuda.Stream:
 def _free(device: int | None) -> torch.cuda.Stream | None:
     """A stream that is not in use; None if there is none."""
     for priority in STREAM_PRIORITIES:
+        # torch hands streams out in rotation: this many requests see every stream of the priority once.
         for _ in range(STREAM_POOL):
             stream = torch.cuda.Stream(device, priority=priority)  # type: ignore[no-untyped-call]
             if int(stream.cuda_stream) not in _taken:
@@ -311,6 +314,7 @@ class Readback:
         before = self.pending()
         value = value.detach()
         if value.device.type == "cuda":
+            # Pinned, since a copy to pageable memory makes the host wait; new, since the caller has the previous one.
             self._sent = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
             self._sent.copy_(value, non_blocking=True)
             self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]

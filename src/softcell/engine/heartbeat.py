@@ -138,6 +138,7 @@ class Heartbeat:
                 if not lost.is_reported:
                     prefix = "" if self._world.is_main else f"rank {self._world.rank}: "
                     print(f"error: {prefix}{lost}", file=sys.stderr, flush=True)
+                # `sys.exit` would end this thread only, and the main thread may wait in a collective forever.
                 os._exit(EXIT_CODE)
 
     def _gone(self, silent: list[float] | None = None, unheard: float = 0.0) -> tuple[int | None, str] | None:
@@ -201,6 +202,7 @@ def _process_table() -> str | None:
 def _is_alive(process: int) -> bool:
     """Whether a process in the same table runs; one that has ended and waits for its parent does not."""
     try:
+        # The state follows the name in parentheses, which may itself contain spaces and parentheses.
         state = Path(f"/proc/{process}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0]
     except FileNotFoundError:
         return False
