@@ -211,6 +211,7 @@ def write_temporary(path: Path, data: bytes) -> Path:
     """
     temporary = path.with_name(f".{path.name}{TEMPORARY}")
     try:
+        # Before the write: if the process is killed in between, no unlisted file is left behind.
         list_file(path)
         # Never through a link: a run folder may come from an untrusted source.
         temporary.unlink(missing_ok=True)

@@ -148,6 +148,7 @@ def is_trusted(path: str | Path, kind: Kind = "plugin") -> bool:
 def digests(paths: Iterable[str | Path]) -> str:
     """The value of `PASSED_ON` for child processes: what this process was given, and the contents of `paths`."""
     given = [word for word in os.environ.get(PASSED_ON, "").split(",") if word]
+    # The kind `program` accepts any file, a plugin too.
     return ",".join(dict.fromkeys([*given, *(read(path, "program").digest for path in paths)]))
 
 
