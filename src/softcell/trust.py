@@ -71,7 +71,7 @@ _agreed: set[tuple[str, str]] = set()
 
 @contextmanager
 def asking(ask: Ask | None = None, notify: Callable[[str], None] | None = None) -> Iterator[None]:
-    """A context for `allow`, which ends with it. ask: None where there is no user to ask."""
+    """A context in which `allow` may be called; what it allows ends with it. ask: None where there is no user."""
     token = _scope.set(_Scope(set(), ask, notify))
     try:
         yield

@@ -34,7 +34,8 @@ WARMUP = 3
 # Eager steps with a key before it is captured: a decision that keeps changing is cheaper to run than to capture.
 EAGER_STEPS_PER_KEY = 2
 MAX_GRAPHS = 16
-MAX_COUNTED_KEYS = 1024
+"""Graphs that a step keeps. A method with more plans than this is not captured (`softcell.search.task`)."""
+MAX_COUNTED_KEYS = 1024  # a bound for keys that rarely repeat, of which there may be millions
 STREAM_POOL = 32
 """Streams of one priority that torch hands out."""
 STREAM_PRIORITIES = (-1, 0)

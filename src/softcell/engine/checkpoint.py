@@ -258,6 +258,7 @@ def check_identity(state: Mapping[str, Any], now: Mapping[str, Any], folder: Pat
     added = {key: value for key, value in _DEFAULTS_OF_OLD_RUNS.items() if key in now["recipe"]}
     recipe = _changes({**added, **stored["recipe"]}, now["recipe"])
     hard = _differences(stored, now, ("kind", "seed"))
+    # The seed is a setting too, but is among the differences already.
     hard += [text for key, text in recipe.items() if key.partition(".")[0] not in _ROUNDING | {"seed"}]
     hard = hard or _differences(stored, now, ("splits",))  # which follow from data, recipe and seed
     if hard:
@@ -276,6 +277,7 @@ def check_identity(state: Mapping[str, Any], now: Mapping[str, Any], folder: Pat
 
 def check_data(stored: Mapping[str, Any], now: Mapping[str, Any], folder: Path) -> list[str]:
     """Raise `UserError` if the fingerprints of the data differ; different file times are only a note."""
+    # Runs of earlier versions have no fingerprint.
     if not stored or not now:
         return []
     changed = [key for key in now if key in stored and stored[key] != now[key]]

@@ -130,6 +130,7 @@ class Heartbeat:
             beats, exchanges = self._beats, self._exchanges
             unheard, heard = 0.0 if exchanges != heard else unheard + passed, exchanges
             for rank in self._others:
+                # Without a new exchange the counts are old, and say nothing about the other ranks.
                 silent[rank] = 0.0 if beats[rank] != seen[rank] else silent[rank] + (0.0 if unheard else passed)
             seen = beats
             found = self._gone(silent, unheard)
@@ -158,6 +159,7 @@ class Heartbeat:
                 return rank, "was killed or crashed"
             if rank not in self._left and is_silent:
                 return rank, silence
+        # Rank 0 may host the store, so once it has left, a missing store is no fault.
         if self._is_store_gone and 0 not in self._left:
             what = silence if unheard >= PATIENCE else UNREACHABLE
             if distributed.has_agent_store():

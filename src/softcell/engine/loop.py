@@ -181,7 +181,7 @@ class _Loop:
         task, at = self.task, self.at
         bounded_epochs("epochs", task.num_epochs)
         budget = self.budget
-        if budget is None:
+        if budget is None:  # with a time limit alone, there may be a million epochs, which are not listed
             self.counts = [task.steps_in(epoch) for epoch in range(task.num_epochs)]
             self.done_before = [0, *itertools.accumulate(self.counts)]
         elif (at.epoch, at.step) == (0, 0):

@@ -342,6 +342,7 @@ class CollapseMeter(EpochMeter):
     def check(self, epoch: int, genotype: Genotype) -> str | None:
         """Takes note of an epoch's architecture and returns the reason to stop, if there is one."""
         shares = {name: share(cell, SKIP, self._layout.table(name)) for name, cell in genotype.cells.items()}
+        # In the first epochs too: they are not judged, but may be the last ones before a collapse.
         if all(value <= self._settings.warn_above for value in shares.values()):
             self._healthy = genotype
         if epoch < self._first:

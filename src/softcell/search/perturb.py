@@ -162,6 +162,7 @@ class PerturbationSelection:
         for table in self._layout.tables:
             for i, choice in enumerate(table.choices):
                 allowed = allowed_candidates(self._layout, table, i)
+                # An edge with a single candidate is decided, unless it competes for its node, which is asked about.
                 contested = i in table.contest_of
                 if len(allowed) == 1 and not (contested and self._is_asked(table, choice.target)):
                     self._decided[table.name, i] = allowed[0]
