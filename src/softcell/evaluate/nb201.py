@@ -250,6 +250,7 @@ def write_table(path: str | Path, rows: Mapping[str, Accuracies]) -> None:
     data = stream.getvalue().encode("utf-8")
     file = Path(path)
     file.parent.mkdir(parents=True, exist_ok=True)
+    # Without a time in its header, so that the same table gives the same bytes.
     atomic_write_bytes(file, gzip.compress(data, mtime=0) if file.suffix == ".gz" else data)
 
 
@@ -427,6 +428,7 @@ def zero_cost(space: Space, proxy: Proxy, images: Tensor, num_classes: int, seed
     is_seed("seed", seed)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
+        # In float64, because SynFlow's products over all layers leave float32's range.
         supernet = space.supernet((images.shape[1], images.shape[2], images.shape[3]), num_classes).double()
     images = images.double()
     supernet.train(proxy == "naswot")  # SynFlow's batch of ones has no useful statistics

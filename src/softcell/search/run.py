@@ -144,8 +144,10 @@ def _two_phases(
                 on_main(lambda: RunFolder.open(out).finish("interrupted"), world)
                 return SearchResult(out, recipe, None, done.metrics, done.exit_code)
         notify(f"phase 2 of 2: {recipe.method} on {recipe.data}, {_epochs(recipe)}, from the logits of phase 1")
+        # `resume`, since the folder exists: `_search` sees by its checkpoint whether this phase has begun.
         return (yield from _one_phase(recipe, out, session, True, overwrite, on_event, start=place / LOGITS))
     except Exception:
+        # A phase records a failure in its own folder; the search in `out` has failed too.
         if world.is_main:
             record_failure(RunFolder.open(out), world)
         raise
@@ -268,6 +270,7 @@ def _search(
 
         def note() -> None:
             begun = RunFolder.open(out)
+            # `_two_phases` wrote the manifest before precision and threads were chosen and the data were read.
             begun.update(recipe=recipe.to_dict(), results={**begun.manifest["results"], **manifest()["results"]})
 
         on_main(note, world)
