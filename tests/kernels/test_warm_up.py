@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+import sys
 import sysconfig
 from pathlib import Path
 from typing import Any
@@ -192,6 +193,12 @@ def test_warm_ups_that_share_a_cache_take_turns(tmp_path: Path) -> None:
     with warm_up._alone(path), path.open("w") as file, pytest.raises(BlockingIOError):
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     with warm_up._alone(path):  # which does not wait for itself
+        pass
+
+
+def test_without_file_locks_a_warm_up_does_not_wait(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(sys.modules, "fcntl", None)  # as on Windows
+    with warm_up._alone(tmp_path / "lock"), warm_up._alone(tmp_path / "lock"):
         pass
 
 

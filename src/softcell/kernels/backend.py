@@ -105,7 +105,8 @@ class KeptTable:
     def __init__(self, rows: tuple[tuple[int, ...], ...], device: torch.device) -> None:
         own = torch.tensor(rows, dtype=torch.int32)
         self._copied: torch.cuda.Event | None = None
-        if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+        self._on_gpu = device.type == "cuda"
+        if not self._on_gpu or torch.cuda.is_current_stream_capturing():
             self.tensor = own.to(device)
             return
         self.tensor = own.pin_memory().to(device, non_blocking=True)
@@ -114,7 +115,10 @@ class KeptTable:
 
     def await_copy(self) -> None:
         # Before a capture begins everything has arrived, and a capture must not query events from outside.
-        if self._copied is None or torch.cuda.is_current_stream_capturing():
+        if self._on_gpu and torch.cuda.is_current_stream_capturing():
+            _captured.add(self)
+            return
+        if self._copied is None:
             return
         if current().early_launch:  # such kernels read tables before they wait for what precedes them
             self._copied.synchronize()
@@ -122,6 +126,10 @@ class KeptTable:
             self._copied = None
         else:
             self._copied.wait()
+
+
+_captured: set[KeptTable] = set()
+"""Never dropped, unlike others: a captured step keeps reading them, by an address that Python does not know."""
 
 
 @functools.lru_cache(maxsize=4096)

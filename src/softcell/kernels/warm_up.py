@@ -303,9 +303,11 @@ def build_launcher(job: Compilation, kernel: Any, claims: Path) -> None:
 
     given = json.loads(job.specialization)
     types = repr((list(given["signature"].values()), given["constant_keys"]))
-    with suppress(FileExistsError):
+    try:
         (claims / hashlib.sha256(types.encode()).hexdigest()).touch(exist_ok=False)
-        CudaLauncher(kernel.src, kernel.metadata)
+    except FileExistsError:
+        return
+    CudaLauncher(kernel.src, kernel.metadata)
 
 
 def _tuples(value: Any) -> Any:
@@ -343,8 +345,11 @@ def _num_cores() -> int:
 @contextmanager
 def _alone(lock: Path) -> Iterator[None]:
     """Waits until no other process of this machine is in this context; where files cannot be locked, does not wait."""
-    import fcntl
-
+    try:
+        import fcntl
+    except ImportError:  # Windows
+        yield
+        return
     with lock.open("w") as file:
         with suppress(OSError):
             fcntl.flock(file, fcntl.LOCK_EX)  # ends with the process, however that ends
