@@ -214,6 +214,9 @@ def test_a_slow_search_is_shortened_and_keeps_its_epochs(
     assert any("shortened from 2 epochs to 1 epoch:" in line for line in screen.lines)
     manifest = json.loads((plan.folder / "search" / "run.json").read_text())
     assert manifest["status"] == "finished" and manifest["recipe"]["epochs"] == 1
+    # The chosen precision stays on record, and the search is not said to have changed it.
+    assert manifest["recipe"]["precision"] == "float32"
+    assert not any("began with other settings" in line for line in screen.lines)
     assert len((plan.folder / "search" / "metrics.jsonl").read_text().splitlines()) == 1
 
 

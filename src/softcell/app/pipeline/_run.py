@@ -317,12 +317,14 @@ class _Run:
                 result = jobs.search(recipe, folder, resume=has_run(folder), on_event=watched)
         except SearchTimeoutError as late:
             # Steps became slower than measured. The search ends here and keeps what it has learned.
-            shorter = shortened(recipe, late.epochs)
+            run = RunFolder.open(folder)
+            # The recipe of the run, not the planned one: it holds the precision that was chosen.
+            shorter = shortened(build(SearchRecipe, run.manifest["recipe"], "run.json: recipe"), late.epochs)
             self.screen.print(
                 f"search shortened from {describe_length(recipe)} to {describe_length(shorter)}: its time is up"
             )
             plan.search["recipe"] = shorter.to_dict()
-            RunFolder.open(folder).update(recipe=shorter.to_dict())
+            run.update(recipe=shorter.to_dict())
             replace_recipe(folder, shorter.to_dict())
             plan.save()
             return self.search(choice)
