@@ -89,7 +89,7 @@ def test_a_retrieval_is_exported_as_an_embedding(
     again = train(cell, out=run_, resume=True)  # a finished run gives its result at once
     assert again.recall == trained.recall and again.accuracy is None
     assert run(["export", str(run_), *(w for kind in EXACT for w in ("--to", kind)), "--out", str(out)]) == 0
-    assert "embedding equal to the network's" in capsys.readouterr().out
+    assert "same embedding as the network" in capsys.readouterr().out
     for words in (["export", str(run_), "--to", "onnx-int8", "--out", str(out)], ["predict", str(run_), "a.png"]):
         assert run(words) == 2
         assert "trained for retrieval" in capsys.readouterr().err
