@@ -24,7 +24,8 @@ from softcell.app.pipeline import _run as module
 from softcell.app.pipeline import _summary as summary
 from softcell.app.pipeline import run as pipeline
 from softcell.app.pipeline._inspect import Inspection, OwnModel
-from softcell.engine import DivergedError, Failure
+from softcell.engine import DivergedError, Failure, RunFolder
+from softcell.engine.manifest import new_manifest
 from softcell.engine.task import EpochEnded, Event, OnEvent, Started, Stepped
 from softcell.errors import UserError
 from softcell.search import SearchRecipe
@@ -565,6 +566,8 @@ def test_bad_requests_are_rejected_before_anything_is_written(
     assert "2.5M" in error("--data", "digits", "--max-params", "few")
     assert "random >= 2" in error("--data", "digits", "--random", "1")
     assert "is not a folder of `softcell run`" in error("--resume", tmp_path)
+    search = RunFolder.create(tmp_path / "search", new_manifest("search", {}, 0))
+    assert f"resume it with `softcell search --resume {search.path}`" in error("--resume", search.path)
     assert "keeps its settings" in error("--resume", tmp_path, "--time", "3m")
     assert "--resume needs" in error("--resume")
     for wrong, expected in {

@@ -231,8 +231,8 @@ def run(arguments: list[str]) -> int:
     except UserError as error:
         return _fail(str(error))
     except _UsageError as error:
-        text = str(error.format_message())
-        return _fail(f"{text.rstrip('.')}; see `{name} --help`") if text else USAGE
+        text = str(error.format_message()).replace("Value error, ", "").rstrip(".")
+        return _fail(f"{text}{' See' if text.endswith('?') else '; see'} `{name} --help`") if text else USAGE
     except (KeyboardInterrupt, typer.Abort):
         print("Interrupted. No partial files were left; run the same command to resume.", file=sys.stderr)
         return INTERRUPTED
