@@ -258,6 +258,8 @@ def test_exports_that_are_impossible_are_refused_with_a_reason(
     assert "SHA-256 differs" in error(copy, "--to", "onnx")
     unseal(copy)
     assert "not the weights" in error(copy, "--to", "onnx")
+    (copy / "model.safetensors").unlink()
+    assert "has no weights (model.safetensors)" in error(copy, "--to", "onnx")
     manifest = unsealed(json.loads((copy / "run.json").read_text()))
     (copy / "run.json").write_text(json.dumps({**manifest, "kind": "search"}))
     assert f"`softcell train '{copy}'`" in error(copy, "--to", "onnx")
