@@ -105,6 +105,8 @@ def test_labels_of_ticks_differ_however_close_they_are() -> None:
 def test_counts_have_whole_ticks_and_large_values_are_short() -> None:
     changed = str(line_chart("edges", [Series("cell", [(1.0, 3.0), (2.0, 1.0)])]))
     assert "1.5" not in changed and ">2</text>" in changed
+    shares = str(line_chart("accuracy", [Series("test", [(1.0, 0.969), (2.0, 0.989)])], shares=True))
+    assert ">97.0 %</text>" in shares and ">97.5 %</text>" in shares
     costs = str(line_chart("parameters", [Series("expected", [(1.0, 18000.5), (2.0, 14500.5)])]))
     assert "14.5k" in costs and "e+04" not in costs
 

@@ -302,7 +302,11 @@ def _card_area(rows: Sequence[Tick]) -> tuple[float, float, float, float]:
 
 
 def _labelled(rows: Sequence[Tick], shares: bool) -> list[Tick]:
-    return [(v, f"{100 * v:.3g} %" if shares else big(v) if abs(v) >= 1e4 else label) for v, label in rows]
+    """Labels for a card: shares as percent with equally many decimals, large values in few characters."""
+    if not shares:
+        return [(v, big(v) if abs(v) >= 1e4 else label) for v, label in rows]
+    decimals = max(len(f"{100 * v:.3g}".partition(".")[2]) for v, _ in rows)
+    return [(v, f"{100 * v:.{decimals}f} %") for v, _ in rows]
 
 
 def _frame(axes: Axes, rows: Sequence[Tick], x_ticks: Sequence[Tick], x_label: str) -> list[str]:
