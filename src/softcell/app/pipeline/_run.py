@@ -307,7 +307,7 @@ class _Run:
         heading = (
             f"search {choice.method} in space {choice.space}, {describe_length(recipe)} ({self.time.used_in_words()})"
         )
-        # It also ends while there is still time to compare what it has found.
+        # The search also ends early enough to leave time for a competition.
         latest = self.time.final_from - least_competition(choice.start, choice.epoch)
         until = plan.search.setdefault("until", min(plan.used() + OVERRUN * plan.search["expected"], latest))
         plan.save()

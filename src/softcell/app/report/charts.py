@@ -1,7 +1,7 @@
 """Charts as SVG files and as cards of the HTML report: lines over epochs, and accuracy against cost.
 
 Both are drawn by the same axes, frame, lines and marks. Series differ by line and mark, not only by colour, and a
-picture is small enough for a phone as it is.
+picture fits on a phone without zooming.
 """
 
 from __future__ import annotations
