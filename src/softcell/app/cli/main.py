@@ -96,9 +96,22 @@ class LazyGroup(TyperGroup):
             return name, load_command(name), rest
         with without_core():
             command = load_command(name)
+        _hide_types_of_flags(command.get_params(ctx))
         # `--help` may be the value of another option: such a command runs, with the core.
         command.callback = lambda **given: load_command(name).callback(**given)
         return name, command, rest
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        params: list[Any] = super().get_params(ctx)
+        _hide_types_of_flags(params)
+        return params
+
+
+def _hide_types_of_flags(params: list[Any]) -> None:
+    """Newer versions of Typer print `<bool>` next to options that take no value."""
+    for param in params:
+        if getattr(param, "is_flag", False):
+            param.metavar = ""
 
 
 def load_command(name: str) -> Any:
