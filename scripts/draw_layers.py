@@ -17,7 +17,7 @@ ABOUT = {
     "nn": "candidates, objectives",
     "kernels": "fused kernels and twins",
     "data": "datasets, splits, batches",
-    "engine": "loop, checkpoints, run folders",
+    "engine": "loop, checkpoints, runs",
     "spaces": "supernets and derived networks",
     "methods": "one paper each: relax, derive",
     "search": "steps, tasks, budgets",

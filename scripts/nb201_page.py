@@ -16,7 +16,7 @@ from typing import Any
 from scripts.results_page import NOT_MEASURED, made_with, markdown
 from softcell.app.report.bench201 import shown
 from softcell.files import atomic_write_text
-from studies.nb201 import ARMS, ON_REQUEST, PUBLISHED, SEPARATE, read_rows
+from studies.nb201 import ARMS, ON_REQUEST, PUBLISHED, SEPARATE, on_one_device, read_rows
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
@@ -206,6 +206,13 @@ def _listed(means: Mapping[str, float], above: float, upper: float) -> str:
     return "; ".join(f"{name} ({mean:.2f})" for mean, name in found) or "none"
 
 
+def left_out(rows: Sequence[Mapping[str, Any]], data: str) -> str:
+    """The methods that are not in the drawing, with the reason."""
+    own = {row["arm"] for row in rows if row["data"] == data}
+    missing = [LABELS[arm] for arm in ARMS if arm in own - {row["arm"] for row in on_one_device(rows, data)}]
+    return f"Not drawn, because its seconds are those of a CPU: {', '.join(missing)}.\n\n" if missing else ""
+
+
 def cells(rows: Sequence[Mapping[str, Any]], data: str) -> str:
     headings = ["", "seed", "cell", "CIFAR-10 test", "seconds", "made with"]
     lines = []
@@ -241,6 +248,7 @@ def page() -> str:
                 "([record](../results/nb201/nb201.json)). Seconds are measured on the device listed in the next table; "
                 "if several searches shared it, the time is divided equally among them.\n\n"
                 f"![Accuracy of the derived cell over device seconds](images/nb201-{data}.svg)\n\n"
+                f"{left_out(rows, data)}"
                 f"Every search:\n\n{cells(rows, data)}"
             )
     parts.append(ENDING)

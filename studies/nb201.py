@@ -278,13 +278,20 @@ def _tau(table: Nb201Table, rows: Iterable[Mapping[str, Any]]) -> float | None:
     return sum(known) / len(known) if known else None
 
 
+def on_one_device(rows: Sequence[Mapping[str, Any]], data: str) -> list[Mapping[str, Any]]:
+    """The searches on `data` whose seconds can be compared: those on a GPU, or all if there are none."""
+    own = [row for row in rows if row["data"] == data]
+    return [row for row in own if row["hardware"]["gpus"]] or own
+
+
 def anytime_svg(rows: Sequence[Mapping[str, Any]], data: str, column: str) -> str:
     """Accuracy of the cell that each epoch would derive over the seconds of the search, mean and band over seeds."""
     lines: list[dict[str, float]] = []
     bands: dict[str, list[tuple[float, float, float]]] = {}
-    arms = list(dict.fromkeys(row["arm"] for row in rows if row["data"] == data))
+    shown = on_one_device(rows, data)
+    arms = list(dict.fromkeys(row["arm"] for row in shown))
     for arm in arms:
-        own = [row for row in rows if row["arm"] == arm and row["data"] == data]
+        own = [row for row in shown if row["arm"] == arm]
         steps = min(len(row["trajectory"]) for row in own)
         for i in range(steps):
             epoch = int(own[0]["trajectory"][i]["epoch"])
@@ -294,9 +301,9 @@ def anytime_svg(rows: Sequence[Mapping[str, Any]], data: str, column: str) -> st
             if one.std is not None:
                 bands.setdefault(arm, []).append((seconds, one.mean - one.std, one.mean + one.std))
     lines.sort(key=lambda line: line["epoch"])
-    title = (
-        f"{SETS[column.split('_')[0]]} {column.split('_')[1]} accuracy of the derived cell, searched on {data}, in %"
-    )
+    measured, part = column.split("_")
+    where = f"searched on {SETS.get(data, data)}"
+    title = f"{SETS[measured]} {part} accuracy of the derived cell, {where}, in %"
     return curves_svg(lines, arms, title, bands, x_label="seconds of the device")
 
 

@@ -7,6 +7,7 @@ Recipes, spaces and methods are described by frozen dataclasses. This file reads
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import math
 import types
 import typing
@@ -83,6 +84,10 @@ def _hint(key: str, value: Any, names: Iterable[str], nested: Iterable[str]) -> 
     if isinstance(value, Mapping):
         meant += [name for name in names if name == last]
     meant = meant or sorted(name for name in names if f"_{key}_" in f"_{name}_")
+    if not meant and isinstance(value, Mapping):
+        written, nested = _full(key, value), list(nested)
+        meant = [name for name in nested if name.endswith(f".{last}")]
+        meant = difflib.get_close_matches(written, meant, n=1)
     if not meant:
         return nearest(key, names)
     return f"did you mean {' or '.join(map(repr, meant))}? known: {', '.join(sorted(names))}"
@@ -117,6 +122,18 @@ def merge(*layers: Mapping[str, Any]) -> dict[str, Any]:
 
 SHORT = {"method": "method_settings", "space": "space_settings", "classifier": "classifier_settings"}
 """Files, `--set` and Python calls may use the short form `space: {cells: 5}` for `space_settings: {cells: 5}`."""
+
+
+def short_name(key: str) -> str:
+    """A dotted name as users type it.
+
+    Example:
+        >>> from softcell.settings import short_name
+        >>> short_name("search.space_settings.cells")
+        'search.space.cells'
+    """
+    shorts = {full: short for short, full in SHORT.items()}
+    return ".".join(shorts.get(part, part) for part in key.split("."))
 
 
 def layered(*layers: Mapping[str, Any]) -> dict[str, Any]:

@@ -51,7 +51,7 @@ def test_an_absent_cuda_device_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     assert resolve_device("cuda") == torch.device("cuda")
-    with pytest.raises(UserError, match=r"cuda:1.*finds 1"):
+    with pytest.raises(UserError, match=r"cuda:1' requires at least 2 CUDA devices.*finds 1 usable CUDA device\."):
         resolve_device("cuda:1")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(UserError, match=r"finds 0.*'cpu'"):

@@ -90,6 +90,7 @@ def make_training(
     parameters: int = 1000,
     side: int = 8,
     about: dict[str, Any] | None = None,
+    settings: dict[str, Any] | None = None,
 ) -> Path:
     """A finished training of 200 test images with mistakes, pictures of the worst and Grad-CAM maps."""
     names = CLASSES if classes is None else classes
@@ -97,6 +98,7 @@ def make_training(
     origin = {"method": method, "seed": seed, **(about or {})}
     genotype = type(genotype)(genotype.space, genotype.cells, genotype.settings, origin)
     recipe = {"recipe": "small", "data": "digits", "epochs": epochs, "seed": seed, "space_settings": {"channels": 4}}
+    recipe |= settings or {}
     known = {
         "parameters": parameters,
         "multiply_adds": 10 * parameters,

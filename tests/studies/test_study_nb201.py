@@ -182,3 +182,12 @@ def test_the_memory_of_a_search_does_not_count_that_of_others() -> None:
     ]
     assert interleave(starts, torch.device("cpu"), 2) == ["100: a step failed", "7: done"]
     assert [peak.peak for peak in peaks] == [150, 8] and allocated == 0
+
+
+def test_seconds_of_a_cpu_and_of_a_gpu_are_not_on_one_axis() -> None:
+    rows = [
+        {"arm": arm, "data": data, "hardware": {"gpus": gpus}}
+        for arm, data, gpus in (("darts", "cifar10", ["H200"]), ("zero-cost", "cifar10", []), ("snas", "digits", []))
+    ]
+    assert [row["arm"] for row in nb201.on_one_device(rows, "cifar10")] == ["darts"]
+    assert [row["arm"] for row in nb201.on_one_device(rows, "digits")] == ["snas"]

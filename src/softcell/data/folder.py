@@ -98,8 +98,9 @@ def scan(root: Path, classes: tuple[str, ...] | None = None) -> Scan:
     if not names:
         raise UserError(f"an image folder must hold images in class folders, but {root} holds none")
     if ignored:
+        more = f" and {len(ignored) - 1:,} more" if len(ignored) > 1 else ""
         warnings.warn(
-            f"{len(ignored)} entries of {root} are not images and are ignored, the first is {ignored[0]}",
+            f"entries that are not images are ignored: {ignored[0]}{more} in {root}",
             stacklevel=2,
         )
     return Scan(root, classes, tuple(names), np.array(labels, np.int64))

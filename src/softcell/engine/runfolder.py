@@ -129,7 +129,7 @@ class RunFolder:
         except (FileNotFoundError, NotADirectoryError):
             raise UserError(f"a run folder must have a {MANIFEST}, but {path} has none; check the path") from None
         except UserError as error:
-            raise UserError(f"{file} must be readable JSON, but is not: {error}") from error
+            raise UserError(f"{error}; restore the file from a backup, or remove the folder") from error
         if isinstance(manifest, dict):
             check_digest(manifest, file)
         manifest = migrate(manifest, str(file))

@@ -25,6 +25,7 @@ from softcell.engine.distributed import World
 from softcell.engine.heartbeat import Heartbeat
 from softcell.errors import UserError
 from softcell.settings import at_most
+from softcell.text import count_of
 
 # The two workspaces for which cuBLAS promises repeatable results; the larger one costs 24 MiB and no speed.
 _CUBLAS_WORKSPACE = ":4096:8"
@@ -58,9 +59,9 @@ def resolve_device(name: str) -> torch.device:
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if (device.index or 0) >= count:
             raise UserError(
-                f"device {name!r} needs more than {device.index or 0} usable CUDA device(s), but torch "
-                f"{torch.__version__} finds {count}. Use 'cpu' or 'auto', or install a CUDA build of torch and check "
-                f"the driver and CUDA_VISIBLE_DEVICES."
+                f"device {name!r} requires {f'at least {device.index + 1} CUDA devices' if device.index else 'CUDA'}, "
+                f"but torch {torch.__version__} finds {count_of(count, 'usable CUDA device')}. Use 'cpu' or 'auto', or "
+                f"install a CUDA build of torch and check the driver and CUDA_VISIBLE_DEVICES."
             )
     return device
 

@@ -2,8 +2,8 @@
 
 A `Program` says which planes of one buffer [planes, n, h, w, c] hold what: the nodes first, then every candidate's
 value before its norm. Waves follow the order of the nodes: the input nodes' candidates run together, then those of each
-inner node once its value is known. Kept for the backward pass are that buffer and its statistics; ReLU, norm and mixing
-are recomputed where they are needed.
+inner node once its value is known. The backward pass keeps that buffer and its statistics, and recomputes ReLU, norm
+and mixing where it needs them.
 """
 
 from __future__ import annotations

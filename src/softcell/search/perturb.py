@@ -419,7 +419,7 @@ class PerturbationSelection:
     # Result
 
     def _strengths(self) -> dict[str, Tensor]:
-        """Per table [choices, width] 1 at all that is kept, from which the space's rule derives exactly that."""
+        """Per table [choices, width], 1 for all that is kept: the space's rule derives exactly these picks."""
         strengths = {table.name: torch.zeros(table.shape, dtype=torch.float64) for table in self._layout.tables}
         for (name, i), k in self._decided.items():
             if k is not None:

@@ -56,7 +56,9 @@ def load_pretrained(folder: str | Path, *, trust: bool = False) -> Network:
     outputs = description["data"].get("outputs", len(description["data"]["classes"]))  # an embedding has its own number
     network = space.network(genotype, (channels, height, width), outputs)
     file = Path(folder) / WEIGHTS
-    if file.exists() and not file.is_file():
+    if not file.exists():
+        raise UserError(f"{folder} has no weights ({WEIGHTS}); restore the file from a backup, or repeat the run")
+    if not file.is_file():
         raise UserError(f"{file} must be a regular file, but is not one")
     try:
         network.load_state_dict(load_file(file))

@@ -64,6 +64,7 @@ def test_gradcam_draws_images_and_pictures(call: Softcell, found: Path, tmp_path
     )
     assert answer.code == 0, answer.error
     assert "* selected" in answer.out
+    assert "cell 0 (cell), edge 0->2" in answer.out
     with Image.open(tmp_path / "c.png") as drawn:
         assert drawn.width > 5 * 128
     answer = call("gradcam", found, "--picture", "grey.png", "--out", "new/deep/c.png")

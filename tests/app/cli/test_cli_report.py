@@ -39,7 +39,7 @@ def test_bad_folders_are_one_line(call: Softcell, tmp_path: Path) -> None:
         for folder, expected in (
             ("nowhere", "no such folder"),
             ("empty", "holds no run"),
-            ("damaged", "readable JSON"),
+            ("damaged", "damaged/run.json: not valid JSON"),
         ):
             answer = call(command, folder)
             assert (answer.code, answer.error.count("\n"), expected in answer.error) == (2, 1, True)

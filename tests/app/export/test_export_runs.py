@@ -89,7 +89,7 @@ def test_a_retrieval_is_exported_as_an_embedding(
     again = train(cell, out=run_, resume=True)  # a finished run gives its result at once
     assert again.recall == trained.recall and again.accuracy is None
     assert run(["export", str(run_), *(w for kind in EXACT for w in ("--to", kind)), "--out", str(out)]) == 0
-    assert "embedding equal to the network's" in capsys.readouterr().out
+    assert "same embedding as the network" in capsys.readouterr().out
     for words in (["export", str(run_), "--to", "onnx-int8", "--out", str(out)], ["predict", str(run_), "a.png"]):
         assert run(words) == 2
         assert "trained for retrieval" in capsys.readouterr().err
@@ -258,6 +258,8 @@ def test_exports_that_are_impossible_are_refused_with_a_reason(
     assert "SHA-256 differs" in error(copy, "--to", "onnx")
     unseal(copy)
     assert "not the weights" in error(copy, "--to", "onnx")
+    (copy / "model.safetensors").unlink()
+    assert "has no weights (model.safetensors)" in error(copy, "--to", "onnx")
     manifest = unsealed(json.loads((copy / "run.json").read_text()))
     (copy / "run.json").write_text(json.dumps({**manifest, "kind": "search"}))
     assert f"`softcell train '{copy}'`" in error(copy, "--to", "onnx")

@@ -24,7 +24,8 @@ from softcell.app.pipeline import _run as module
 from softcell.app.pipeline import _summary as summary
 from softcell.app.pipeline import run as pipeline
 from softcell.app.pipeline._inspect import Inspection, OwnModel
-from softcell.engine import DivergedError, Failure
+from softcell.engine import DivergedError, Failure, RunFolder
+from softcell.engine.manifest import new_manifest
 from softcell.engine.task import EpochEnded, Event, OnEvent, Started, Stepped
 from softcell.errors import UserError
 from softcell.search import SearchRecipe
@@ -214,6 +215,9 @@ def test_a_slow_search_is_shortened_and_keeps_its_epochs(
     assert any("shortened from 2 epochs to 1 epoch:" in line for line in screen.lines)
     manifest = json.loads((plan.folder / "search" / "run.json").read_text())
     assert manifest["status"] == "finished" and manifest["recipe"]["epochs"] == 1
+    # The chosen precision stays on record, and the search is not said to have changed it.
+    assert manifest["recipe"]["precision"] == "float32"
+    assert not any("began with other settings" in line for line in screen.lines)
     assert len((plan.folder / "search" / "metrics.jsonl").read_text().splitlines()) == 1
 
 
@@ -562,6 +566,8 @@ def test_bad_requests_are_rejected_before_anything_is_written(
     assert "2.5M" in error("--data", "digits", "--max-params", "few")
     assert "random >= 2" in error("--data", "digits", "--random", "1")
     assert "is not a folder of `softcell run`" in error("--resume", tmp_path)
+    search = RunFolder.create(tmp_path / "search", new_manifest("search", {}, 0))
+    assert f"resume it with `softcell search --resume {search.path}`" in error("--resume", search.path)
     assert "keeps its settings" in error("--resume", tmp_path, "--time", "3m")
     assert "--resume needs" in error("--resume")
     for wrong, expected in {

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from softcell.app.report import curves_svg, heat_svg
-from softcell.app.report.charts import LOOKS, ticks
+from softcell.app.report.charts import LOOKS, Series, line_chart, ticks
 from softcell.errors import UserError
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -95,6 +95,20 @@ def test_ticks_enclose_their_range_and_are_few(low: float, spread: float) -> Non
 def test_ticks_are_round() -> None:
     assert [label for _, label in ticks(38, 90)] == ["30", "40", "50", "60", "70", "80", "90"]
     assert [label for _, label in ticks(0, 1)] == ["0.0", "0.2", "0.4", "0.6", "0.8", "1.0"]
+
+
+def test_labels_of_ticks_differ_however_close_they_are() -> None:
+    labels = [label for _, label in ticks(1.60938, 1.60941, wanted=4)]
+    assert labels == ["1.60938", "1.60939", "1.6094", "1.60941"]
+
+
+def test_counts_have_whole_ticks_and_large_values_are_short() -> None:
+    changed = str(line_chart("edges", [Series("cell", [(1.0, 3.0), (2.0, 1.0)])]))
+    assert "1.5" not in changed and ">2</text>" in changed
+    shares = str(line_chart("accuracy", [Series("test", [(1.0, 0.969), (2.0, 0.989)])], shares=True))
+    assert ">97.0 %</text>" in shares and ">97.5 %</text>" in shares
+    costs = str(line_chart("parameters", [Series("expected", [(1.0, 18000.5), (2.0, 14500.5)])]))
+    assert "14.5k" in costs and "e+04" not in costs
 
 
 def test_a_chart_without_keys_is_refused() -> None:

@@ -86,6 +86,16 @@ def test_runs_that_differ_by_seed_are_one_group(tmp_path: Path) -> None:
     assert "Caution: they also differ in epochs 3 and 9" in same
 
 
+def test_names_of_groups_have_settings_as_users_type_them_and_short_numbers(tmp_path: Path) -> None:
+    for name, channels, time in (("a", 8, 4.930789715452702), ("b", 12, 19.398369483787132), ("c", 12, 19.39839)):
+        make_training(tmp_path / name, settings={"space_settings": {"channels": channels}, "time": time})
+    assert [group.name for group in comparison(tmp_path).groups] == [
+        "darts in nb201 (space.channels=8, time=4.931)",
+        "darts in nb201 (space.channels=12, time=19.4)",
+        "darts in nb201 (space.channels=12, time=19.39839)",  # both would be 19.4
+    ]
+
+
 def test_networks_of_different_searches_are_never_one_group(tmp_path: Path) -> None:
     """Searched longer, with a teacher, or taken from another epoch: trained alike, they still are other experiments."""
     longer, guided = {"settings": {"epochs": 9}}, {"settings": {"guide.teacher": "resnet18"}}

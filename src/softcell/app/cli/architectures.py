@@ -27,7 +27,7 @@ from softcell.search import resolve
 from softcell.search.budget import ABOUT, format_cost, stated_budget
 from softcell.search.genotypes import is_notation, named_epoch, named_in_file
 from softcell.search.recipe import SCALES
-from softcell.settings import at_most, is_seed, merge, to_dict
+from softcell.settings import at_most, is_seed, merge, short_name, to_dict
 from softcell.spaces import SPACES, Shape, Space, build_space
 from softcell.spaces.base import fit_space
 from softcell.text import count_of, percent
@@ -189,7 +189,7 @@ def info(
     o.load_plugins(plugin)
     size = {key: value for key, value in (("cells", cells), ("channels", channels)) if value is not None}
     settings = merge(size, o.space_settings(set_))
-    if what in SPACES:
+    if o.names_space(what):
         _describe_space(console(), what, settings, classes or 10)
     else:
         _describe_network(console(), what, settings, None if input_ is None else o.parse_shape(input_), classes)
@@ -226,7 +226,7 @@ def _describe_genotype(out: Console, found: Genotype) -> None:
     print_fields(out, space=found.space)
     about = {key: value for key, value in found.about.items() if key != ABOUT}
     if about:
-        print_fields(out, found_by=", ".join(f"{key} {_plain(value)}" for key, value in about.items()))
+        print_fields(out, **{"found by": ", ".join(f"{key} {_plain(value)}" for key, value in about.items())})
     stated = stated_budget(found)
     if stated is not None:
         # The space of a plugin that is not trusted is unknown.
@@ -264,7 +264,7 @@ def _sizes(space: Space) -> str:
 
 def _plain(value: object) -> str:
     """As text; settings as on the command line."""
-    return " ".join(f"{key}={one}" for key, one in value.items()) if isinstance(value, dict) else str(value)
+    return " ".join(f"{short_name(key)}={one}" for key, one in value.items()) if isinstance(value, dict) else str(value)
 
 
 def _describe_run(out: Console, manifest: dict[str, Any], folder: Path, epoch: int | None) -> None:

@@ -81,8 +81,8 @@ def export(
         if done.quantised is not None:
             print_fields(screen, **_compared(done.quantised))
         elif kind != "safetensors":
-            difference = f"{done.difference:.1e} of the largest value"
-            print_fields(screen, checked=f"{done.output} equal to the network's within {difference}")
+            difference = f"largest difference {done.difference:.1e} of the largest value"
+            print_fields(screen, checked=f"same {done.output} as the network ({difference})")
     if not quiet:
         print_fields(screen, use=_use(done.format, done.files[0]))
 

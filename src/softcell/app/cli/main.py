@@ -96,9 +96,22 @@ class LazyGroup(TyperGroup):
             return name, load_command(name), rest
         with without_core():
             command = load_command(name)
+        _hide_types_of_flags(command.get_params(ctx))
         # `--help` may be the value of another option: such a command runs, with the core.
         command.callback = lambda **given: load_command(name).callback(**given)
         return name, command, rest
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        params: list[Any] = super().get_params(ctx)
+        _hide_types_of_flags(params)
+        return params
+
+
+def _hide_types_of_flags(params: list[Any]) -> None:
+    """Newer versions of Typer print `<bool>` next to options that take no value."""
+    for param in params:
+        if getattr(param, "is_flag", False):
+            param.metavar = ""
 
 
 def load_command(name: str) -> Any:
@@ -236,8 +249,8 @@ def run(arguments: list[str]) -> int:
     except UserError as error:
         return _fail(str(error))
     except _UsageError as error:
-        text = str(error.format_message())
-        return _fail(f"{text.rstrip('.')}; see `{name} --help`") if text else USAGE
+        text = str(error.format_message()).replace("Value error, ", "").rstrip(".")
+        return _fail(f"{text}{' See' if text.endswith('?') else '; see'} `{name} --help`") if text else USAGE
     except (KeyboardInterrupt, typer.Abort):
         print("Interrupted. No partial files were left; run the same command to resume.", file=sys.stderr)
         return INTERRUPTED

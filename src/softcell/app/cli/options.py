@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 import sys
 from collections.abc import Mapping
@@ -18,7 +19,7 @@ from softcell.errors import UserError
 from softcell.recipes import from_options, train_recipe, trust_named
 from softcell.search.genotypes import read_genotype, run_of
 from softcell.settings import assignments, layered
-from softcell.spaces import Shape
+from softcell.spaces import SPACES, Shape
 from softcell.trust import allow
 
 Data = Annotated[
@@ -213,6 +214,13 @@ def named_genotype(text: str) -> Genotype:
     content = from_stdin(text)
     assert content is not None
     return read_genotype(content)
+
+
+def names_space(text: str) -> bool:
+    """Whether an argument names a space; a mistyped one raises, unless a file or folder has that name."""
+    if not Path(text).exists() and difflib.get_close_matches(text, list(SPACES), n=1):
+        SPACES.get(text)
+    return text in SPACES
 
 
 def with_run(text: str, *, only_trusted: bool = False) -> tuple[Path | None, dict[str, Any] | None, Genotype]:

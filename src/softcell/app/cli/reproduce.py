@@ -177,15 +177,14 @@ def _print_plan(screen: Console, plan: Plan, measure: bool) -> None:
             own = [job for job in every if job.kind == "search" and job.network == name]
             searched = plan.recipe(own[0])
             assert isinstance(searched, SearchRecipe)
-            seconds = _cost(plan, own[:1], times)
-            screen.print(f"  search    {name}: {_search_words(searched)}, {_seeds(own)}, {seconds} each", markup=False)
+            cost = _cost_each(plan, own[0], times)
+            screen.print(f"  search    {name}: {_search_words(searched)}, {_seeds(own)}, {cost}", markup=False)
         for name in one.trainings:
             first = plan.stand_in(next(job for job in every if job.folder.parts[:2] == ("train", name)))
             how = plan.recipe(first)
             assert isinstance(how, TrainRecipe)
-            screen.print(
-                f"  training  {name}: {_training_words(how)}, {_cost(plan, [first], times)} each", markup=False
-            )
+            cost = _cost_each(plan, first, times)
+            screen.print(f"  training  {name}: {_training_words(how)}, {cost}", markup=False)
         for row in one.rows:
             screen.print(f"  row       {row.name}: {_row_words(plan, one, row)}", markup=False)
         for note in one.notes:
@@ -255,6 +254,12 @@ def _runs(jobs: Iterable[Job]) -> str:
 
 def _finished(plan: Plan) -> int:
     return sum(is_finished(plan.place(job)) for job in plan.jobs)
+
+
+def _cost_each(plan: Plan, job: Job, times: Mapping[str, JobTime]) -> str:
+    """The remaining time of one of several runs of a kind."""
+    cost = _cost(plan, [job], times)
+    return "cost not measured" if cost == NOT_MEASURED else f"{cost} each"
 
 
 def _cost(plan: Plan, jobs: list[Job], times: Mapping[str, JobTime]) -> str:

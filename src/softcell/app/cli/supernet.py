@@ -269,19 +269,20 @@ def gradcam(
     row = found.method.probabilities()[table.name][choice].detach().cpu()
     ops = table.choices[choice].candidates
     best = ops[max(heats, key=lambda k: (float(row[k]), -k))]
+    where = f"cell {site} ({table.name}), edge {table.choices[choice]}"
     drawn = cam_grid(
         pixels,
         {ops[k]: heat.float().cpu() for k, heat in heats.items()},
         [f"{title}: {name}" for title, name in zip(titles, names, strict=True)],
         best,
-        f"{found.recipe.method} in {found.recipe.space}, cell {site} ({table.name}), edge {table.choices[choice]}; "
-        "* selected",
+        f"{found.recipe.method} in {found.recipe.space}, {where}; * selected",
     )
     buffer = io.BytesIO()
     drawn.save(buffer, "PNG")
     target.parent.mkdir(parents=True, exist_ok=True)
     atomic_write_bytes(target, buffer.getvalue())
     screen = console()
+    print_fields(screen, weights=f"{where}, by method {found.recipe.method}")
     for k in heats:
         mark = "  * selected" if ops[k] == best else ""
         screen.print(f"{ops[k]:<22}{float(row[k]):.4f}{mark}", markup=False)

@@ -16,7 +16,7 @@ from softcell.app.export.model import PLAN
 from softcell.data import datasets
 from softcell.data.images import check_memory
 from softcell.engine.manifest import MAPPING, TEXT, check_types, collect, now
-from softcell.engine.runfolder import entries
+from softcell.engine.runfolder import RunFolder, entries
 from softcell.errors import UserError
 from softcell.files import Fields, atomic_write_text, read_json
 from softcell.search import resolve
@@ -235,6 +235,11 @@ class Plan:
     @classmethod
     def open(cls, folder: Path) -> Plan:
         file = folder / PLAN
+        if not file.exists():
+            hint = ""
+            if (folder / "run.json").exists():
+                hint = f"; resume it with `softcell {RunFolder.open(folder).manifest['kind']} --resume {folder}`"
+            raise UserError(f"{folder} is not a folder of `softcell run`: it has no {PLAN}{hint}")
         try:
             data = read_json(file)
         except (OSError, UserError) as error:

@@ -310,7 +310,7 @@ class _Run:
         heading = (
             f"search {choice.method} in space {choice.space}, {describe_length(recipe)} ({self.time.used_in_words()})"
         )
-        # It also ends while there is still time to compare what it has found.
+        # The search also ends early enough to leave time for a competition.
         latest = self.time.final_from - least_competition(choice.start, choice.epoch)
         # Stored once: a resumed search does not get its time again.
         until = plan.search.setdefault("until", min(plan.used() + OVERRUN * plan.search["expected"], latest))
@@ -321,13 +321,15 @@ class _Run:
                 result = jobs.search(recipe, folder, resume=has_run(folder), on_event=watched)
         except SearchTimeoutError as late:
             # Steps became slower than measured. The search ends here and keeps what it has learned.
-            shorter = shortened(recipe, late.epochs)
+            run = RunFolder.open(folder)
+            # The recipe of the run, not the planned one: it holds the precision that was chosen.
+            shorter = shortened(build(SearchRecipe, run.manifest["recipe"], "run.json: recipe"), late.epochs)
             self.screen.print(
                 f"search shortened from {describe_length(recipe)} to {describe_length(shorter)}: its time is up"
             )
             plan.search["recipe"] = shorter.to_dict()
             # Manifest and checkpoint too: a search is only resumed with the recipe of its checkpoint.
-            RunFolder.open(folder).update(recipe=shorter.to_dict())
+            run.update(recipe=shorter.to_dict())
             replace_recipe(folder, shorter.to_dict())
             plan.save()
             return self.search(choice)

@@ -33,6 +33,7 @@ from softcell.evaluate.nb201 import (
     taus,
 )
 from softcell.search.genotypes import genotype_of, was_read
+from softcell.settings import short_name
 
 SPACE = "nb201"
 RANDOM_CELLS = 10
@@ -165,7 +166,7 @@ def groups(runs: Sequence[Benched]) -> dict[str, list[Benched]]:
     for (method, _), own in members.items():
         differing = varying([texts(one[0].settings) for (name, _), one in members.items() if name == method])
         values = texts(own[0].settings)
-        extra = ", ".join(f"{key}={values.get(key)}" for key in differing)
+        extra = ", ".join(f"{short_name(key)}={values.get(key)}" for key in differing)
         found[f"{method} ({extra})" if extra else method] = own
     return found
 

@@ -1,7 +1,7 @@
 """Charts as SVG files and as cards of the HTML report: lines over epochs, and accuracy against cost.
 
 Both are drawn by the same axes, frame, lines and marks. Series differ by line and mark, not only by colour, and a
-picture is small enough for a phone as it is.
+picture fits on a phone without zooming.
 """
 
 from __future__ import annotations
@@ -144,7 +144,8 @@ def line_chart(
     if not points:
         return None
     ys = [y for _, y in points] + ([limit[0]] if limit else [])
-    rows = _labelled(ticks(min(ys), max(ys), wanted=4), shares)
+    counts = not shares and all(float(y).is_integer() for y in ys)
+    rows = _labelled(ticks(min(ys), max(ys), whole=counts, wanted=4), shares)
     axes = _axes(_card_area(rows), [x for x, _ in points], rows)
     body = _frame(axes, rows, ticks(axes.low[0], axes.high[0], whole=True, wanted=5), "epoch")
     if limit is not None:
@@ -156,7 +157,7 @@ def line_chart(
     body.append(f'<path class="cursor" d="M0 {num(axes.top)}V{num(axes.bottom)}"/>')
 
     def show(value: float) -> str:
-        return percent(value) if shares else f"{value:.4g}"
+        return percent(value) if shares else big(value) if abs(value) >= 1e4 else f"{value:.4g}"
 
     described = "; ".join(f"{one.name} from {show(one.known[0][1])} to {show(one.known[-1][1])}" for one in lines)
     legend = [
@@ -251,8 +252,12 @@ def ticks(low: float, high: float, whole: bool = False, wanted: int = 6) -> list
     if last - first > 3 * wanted or first * step + step == first * step:  # a spread below the precision of floats
         return [(low, f"{low:.4g}"), (high, f"{high:.4g}")]
     decimals = max(0, -math.floor(math.log10(step)))
-    plain = decimals <= 4 and max(abs(low), abs(high)) < 1e6
-    return [(k * step, f"{k * step:.{decimals}f}" if plain else f"{k * step:.3g}") for k in range(first, last + 1)]
+    largest = max(abs(first), abs(last)) * step
+    plain = decimals <= 4 and largest < 1e6
+    digits = max(3, math.floor(math.log10(largest)) + decimals + 1) if step < 1 else 3  # those that differ
+    return [
+        (k * step, f"{k * step:.{decimals}f}" if plain else f"{k * step:.{digits}g}") for k in range(first, last + 1)
+    ]
 
 
 def _number(value: object) -> float | None:
@@ -298,7 +303,11 @@ def _card_area(rows: Sequence[Tick]) -> tuple[float, float, float, float]:
 
 
 def _labelled(rows: Sequence[Tick], shares: bool) -> list[Tick]:
-    return [(v, f"{100 * v:.3g} %" if shares else label if len(label) < 7 else big(v)) for v, label in rows]
+    """Labels for a card: shares as percent with equally many decimals, large values in few characters."""
+    if not shares:
+        return [(v, big(v) if abs(v) >= 1e4 else label) for v, label in rows]
+    decimals = max(len(f"{100 * v:.3g}".partition(".")[2]) for v, _ in rows)
+    return [(v, f"{100 * v:.{decimals}f} %") for v, _ in rows]
 
 
 def _frame(axes: Axes, rows: Sequence[Tick], x_ticks: Sequence[Tick], x_label: str) -> list[str]:

@@ -18,7 +18,7 @@ from typing import Any
 from softcell.app.report.runs import DRAWN, Run, number
 from softcell.app.report.theme import big, clean
 from softcell.search.genotypes import WHERE
-from softcell.settings import flat
+from softcell.settings import flat, short_name
 from softcell.text import Shown, count_of
 
 LEVEL = 0.05
@@ -260,7 +260,7 @@ def _groups(runs: Sequence[Run]) -> list[Group]:
         key = [run.score.measure, run.data, run.space, run.method, _done(run)]
         found.setdefault(json.dumps(key, sort_keys=True, default=str), []).append(run)
     members = sorted(found.values(), key=lambda group: (_measure(group[0]), *_place(group[0])))
-    result = []
+    result: list[Group] = []
     for group in members:
         first = group[0]
         alike = [
@@ -269,8 +269,14 @@ def _groups(runs: Sequence[Run]) -> list[Group]:
         # A name has only the settings in which groups of the same method, space and data differ.
         differing = varying([texts(_done(run)) for run in alike])
         own = texts(_done(first))
-        extra = ", ".join(f"{key}={_value(own, key)}" for key in differing)
-        name = f"{first.method} in {first.space}" + (f" ({extra})" if extra else "")
+        name = f"{first.method} in {first.space}"
+        if differing:
+            same_measure = [one.name for one in result if (one.data, one.measure) == (first.data, _measure(first))]
+            short, exact = (
+                f"{name} ({', '.join(f'{short_name(key)}={shown(_value(own, key))}' for key in differing)})"
+                for shown in (_rounded, str)
+            )
+            name = exact if short in same_measure else short
         result.append(Group(name, first.method, first.space, first.data, _measure(first), _done(first), tuple(group)))
     return result
 
@@ -292,6 +298,14 @@ def texts(settings: Mapping[str, Any]) -> dict[str, str]:
 def _value(settings: Mapping[str, str], key: str) -> str:
     """The value of a setting; for a search only those that differ from its method's recipe are recorded."""
     return settings.get(key, "default" if key.startswith(f"{_SEARCH}.") else str(None))
+
+
+def _rounded(value: str) -> str:
+    """Long numbers with four digits, as a measured time has; anything else unchanged."""
+    try:
+        return f"{float(value):.4g}" if len(value) > 8 else value
+    except ValueError:
+        return value
 
 
 def varying(recipes: Sequence[Mapping[str, str]]) -> list[str]:
@@ -338,7 +352,10 @@ def _unequal(first: Group, second: Group) -> str:
     keys = [key for key in varying(settings) if not (key.startswith(f"{_SEARCH}.") and key.split(".")[1] in of_search)]
     if not keys:
         return ""
-    listed = ", ".join(f"{key} {_value(settings[0], key)} and {_value(settings[1], key)}" for key in keys[:4])
+    listed = ", ".join(
+        f"{short_name(key)} {_rounded(_value(settings[0], key))} and {_rounded(_value(settings[1], key))}"
+        for key in keys[:4]
+    )
     return f" Caution: they also differ in {listed}{' and more' if len(keys) > 4 else ''}."
 
 
