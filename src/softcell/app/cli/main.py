@@ -231,7 +231,8 @@ def run(arguments: list[str]) -> int:
     except UserError as error:
         return _fail(str(error))
     except _UsageError as error:
-        text = str(error.format_message())
+        # Typer checks choices through pydantic, which puts these words first.
+        text = str(error.format_message()).replace(": Value error, ", ": ")
         return _fail(f"{text.rstrip('.')}; see `{name} --help`") if text else USAGE
     except (KeyboardInterrupt, typer.Abort):
         print("Interrupted. No partial files were left; run the same command to resume.", file=sys.stderr)

@@ -261,7 +261,7 @@ def sweep(
         for job in every:
             screen.print(f"{'finished' if job.is_finished() else 'to do':<9} {job.folder}", markup=False)
         return 0
-    options = merge(plain_options(found) if on != "local" else {}, assignments(cluster or ()))
+    options = merge(plain_options(found) if on != "local" else {}, assignments(cluster or (), "--cluster"))
     launcher = make_launcher(on, folder.resolve(), jobs, options, {PASSED_ON: digests(code)} if code else {})
     source = plan / PLAN if plan.is_dir() else plan
     folder.mkdir(parents=True, exist_ok=True)
