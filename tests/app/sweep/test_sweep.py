@@ -475,6 +475,18 @@ def test_wrong_options_are_rejected(
     assert not (tmp_path / "out").exists()
 
 
+def test_the_command_that_resumes_a_sweep_names_the_cluster(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("softcell.app.cli.report.make_launcher", lambda *given: Fake(after=interrupt))
+    options = ["--on", "slurm", "--cluster", "slurm_partition=gpu", "--cluster", "timeout_min=60"]
+    assert run_command(["sweep", str(plan(tmp_path)), "--out", str(tmp_path / "out"), *options]) == 130
+    assert f"softcell sweep {tmp_path / 'out'} {' '.join(options)}\n" in capsys.readouterr().out
+
+
 def test_ray_gets_the_job_and_its_resources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
 

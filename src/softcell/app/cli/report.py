@@ -298,6 +298,7 @@ def sweep(
     if not every:
         raise UserError("this sweep has no jobs")
     again = ["sweep", str(folder), *(["--on", on] if on != "local" else []), *(["--jobs", str(jobs)] if jobs else [])]
+    again += [word for item in cluster or () for word in ("--cluster", item)]
     return _conclude(screen, folder, every, outcome, command(*again), signals)
 
 
