@@ -475,6 +475,14 @@ def test_wrong_options_are_rejected(
     assert not (tmp_path / "out").exists()
 
 
+def test_torchrun_may_not_start_a_sweep(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert run_command(["sweep", str(plan(tmp_path)), "--out", str(tmp_path / "out")]) == 2
+    assert "run it without torchrun" in capsys.readouterr().err and not (tmp_path / "out").exists()
+
+
 def test_the_command_that_resumes_a_sweep_names_the_cluster(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import signal
 import sys
 import time
@@ -237,6 +238,10 @@ def sweep(
     Each job has a folder named after its settings. The same command resumes an interrupted sweep. Failed jobs are
     retried from their last checkpoint; those that fail again are listed at the end with their last error and log.
     """
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise UserError(
+            "`softcell sweep` starts its own processes; run it without torchrun, with --jobs N or --on slurm"
+        )
     for path in plugin or ():
         trust_file(path)  # naming a plugin of the sweep means trusting it
     screen = console()
