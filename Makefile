@@ -38,7 +38,7 @@ serve: docs  ## serve it at http://127.0.0.1:8000, with working search
 	$(BIN)/python -m http.server --bind 127.0.0.1 --directory build/site 8000
 
 unit: $(STAMP) browser
-	$(BIN)/python -m pytest -m 'not exhaustive and not integration' -n auto --dist loadfile
+	$(BIN)/python -m pytest -n auto --dist loadfile
 
 # Reports are tested in a real browser. Where it cannot be installed, those tests are skipped with a reason.
 browser:  ## install Chromium for the tests, where that is possible

@@ -171,6 +171,7 @@ def measure(form: Form, options: argparse.Namespace, side: int, extent: int, dev
     work: Callable[[], None] = step
     if device.type == "cuda":
         work = CapturedStep(step, notes.append)
+        # Eager steps, then the one that is captured: all timed steps are replays.
         for _ in range(WARMUP + EAGER_STEPS_PER_KEY + 1):
             work()
     times = []

@@ -24,7 +24,7 @@ from rich.table import Table
 
 from benchmarks.options import machine, step_options
 from benchmarks.steps import Case
-from softcell.kernels.warm_up import SWITCH
+from softcell.kernels.warm_up import SWITCH, workers_ready
 from studies.runs import write_record
 
 SPACES = {"darts": "darts", "nb201": "darts", "nos": "nos", "fullattention": "fullattention"}
@@ -70,7 +70,7 @@ def report(request: str) -> None:
     knobs.compilation.listener = listen
     case = Case(asked["space"], {}, (3, 32, 32), 64, method=SPACES[asked["space"]])
     opened = open_session(device="cuda", seed=0, precision="float32", deterministic=False, threads=0)
-    with opened as session, made_data() as data:
+    with opened as session, workers_ready(), made_data() as data:  # as `softcell.search` does it
         task = made_search(data, case, session, validate_every=1, **VARIANTS["fused bf16"])
         task.begin_epoch(0)
         batches = iter(task.batches(0, 0))

@@ -187,6 +187,7 @@ def recorded(settings: dict[str, int], cases: list[str], batch: int, rounds: int
     for case in cases:
         _, size, number = CASES[case]
         step = cell_step(network, number, size, batch)
+        # As in the engine: kernels launched alongside, at the lower priority, wait for the step.
         stream = torch.cuda.Stream(priority=-1)  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):

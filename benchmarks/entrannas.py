@@ -79,6 +79,7 @@ def on_gpu(
             made_data() as path,
             open_session(device="cuda", seed=0, precision=precision, deterministic=False, threads=0) as session,
         ):
+            # A rate that changes nothing: every new derivation would run its first steps eagerly.
             settings = {"space_settings": case.settings, "architecture": {"lr": 1e-12}, "engine": "graph", **engine}
             row = measure(made_search(path, case, session, **settings), rounds)
             alone = measure(made_search(path, case, session, **{**settings, "engine": "eager"}), min(rounds, 3))

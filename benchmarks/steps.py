@@ -77,6 +77,7 @@ def step_state(case: Case, device: torch.device, *, plain: bool) -> StepState:
         place(supernet, device)
     method.to(device)
     architecture: torch.optim.Optimizer = torch.optim.Adam(
+        # Adam rejects an empty list; methods without parameters never use this one.
         [*method.parameters()] or [torch.zeros(1, requires_grad=True)],
         lr=3e-4,
         betas=(0.5, 0.999),

@@ -216,6 +216,7 @@ def main(arguments: list[str] | None = None) -> None:
             write()
             Console(width=110).print(shown([row for row in rows if row["space"] == space]))
             for name in (name for name in SEVERAL if name in settings and given.at_once):
+                # 9 of 60 seconds per minute: the time that the shares above leave.
                 if time.monotonic() > end + 9 * given.minutes:
                     print(f"{space}, {name}, {given.at_once} at once: no time left", flush=True)
                     continue

@@ -82,6 +82,7 @@ def plan_section(paper: Paper, table: PaperTable) -> str:
         parts.append(f"{made_with(found)}; {state} ({link(file)}).")
         parts += [f"- {text}" for text in unfinished(found)]
     parts.append(f"```console\n$ softcell reproduce {paper.key} --table {table.number} --data-root ~/data --run\n```")
+    # Items of a list belong together, but the first one needs a blank line after a table.
     return "\n\n".join(parts).replace("\n\n- ", "\n- ").replace("|\n- ", "|\n\n- ")
 
 

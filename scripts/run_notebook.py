@@ -26,9 +26,11 @@ def main() -> None:
         cell.metadata = {}  # times, which differ from run to run
         for output in cell.get("outputs", ()):
             assert output.output_type != "stream" or output.name == "stdout", f"{output.name}: {output.text}"
+            # Pages show the HTML where there is some.
             output.get("data", {}).pop("text/plain", None) if "text/html" in output.get("data", {}) else None
     notebook.metadata = {key: notebook.metadata[key] for key in ("kernelspec",)}
     text = nbformat.writes(notebook)
+    # Paths of the temporary folder differ from run to run.
     NOTEBOOK.write_text(re.sub(r"/tmp/[^/\"\s]+/", "", text) + "\n", encoding="utf-8")
     print(f"wrote {NOTEBOOK}", file=sys.stderr)
 

@@ -61,6 +61,7 @@ def trained(options: argparse.Namespace, subset: Path, arm: str, seed: int) -> d
         "recipe": "fast",
         "data": str(subset),
         "epochs": options.epochs,
+        # The "test" images of the subset are the held-out ones.
         "holdout": 0.0,
         "flip": load(options.data, options.data_root).augment.flip,
         "cutout": 0,  # arms set their own cutout; the rule by epochs is what is being studied

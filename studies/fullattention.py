@@ -59,6 +59,7 @@ def recipe_of(arm: str, seed: int, options: argparse.Namespace) -> SearchRecipe:
         own = {
             "epochs": options.first + options.epochs,
             "pretrain": {"epochs": 0},
+            # The ablation without phase 1 begins with random logits; phase 1 itself begins with zeros.
             "method_settings": {"init_scale": 1e-3},
             "space_settings": {"tied": arm == "tied"},
         }

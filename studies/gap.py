@@ -53,7 +53,7 @@ def measure_gap(folder: Path, device: str, data_root: str | None) -> dict[str, f
 
 
 def gap_or_not_measured(folder: Path, deadline: Deadline, device: str, data_root: str | None) -> dict[str, Any]:
-    """The same, or 'not measured' if there is no time left: a run's own numbers are not comparable."""
+    """The result of `measure_gap`, or 'not measured' without time for it: a run's own numbers are not comparable."""
     if deadline.passed:
         return dict.fromkeys(("supernet_accuracy_bn", "derived_accuracy_bn", "gap_bn"), NOT_MEASURED)
     return dict(measure_gap(folder, device, data_root))

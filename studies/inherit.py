@@ -61,6 +61,7 @@ def trained(
         "recipe": "fast",
         "data": str(subset),
         "epochs": epochs,
+        # The "test" images of the subset are the held-out ones.
         "holdout": 0.0,
         "flip": load(options.data, options.data_root).augment.flip,
         "seed": seed,

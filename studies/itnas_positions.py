@@ -67,6 +67,7 @@ class Read(ItMix):
             attention = module.attend({k: None if x is None else torch.zeros_like(x) for k, x in outputs.items()})
         elif self._kind == "content":
             own = dict(module.named_parameters())
+            # The first position is that of the indicator token, which stays.
             first, rest = own["positions"][:1], own["positions"][1:]
             alike = torch.cat([first, rest.mean(0, keepdim=True).expand_as(rest)])
             (attention,) = functional_call(module, {**own, "positions": alike}, (outputs, True))
@@ -102,6 +103,7 @@ def compare(rows: dict[str, Tensor]) -> dict[str, float]:
     whole, result = rows["whole"], {}
     for kind in KINDS[1:]:
         taus = [float(kendalltau(a, b).statistic) for a, b in zip(whole, rows[kind], strict=True)]
+        # NaN if all candidates of an edge are equal.
         known = [tau for tau in taus if tau == tau]
         result[f"tau_{kind}"] = sum(known) / len(known) if known else 0.0
         result[f"same_winner_{kind}"] = float((whole.argmax(1) == rows[kind].argmax(1)).double().mean())

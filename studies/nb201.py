@@ -2,12 +2,12 @@
 
 All searches use the supernet, data, batch size, weight optimiser and length of one recipe (IT-NAS's: 50 epochs, first
 order unless an arm says otherwise); methods keep their own settings. Recipes and arms were fixed before the first
-look-up, except those in `ON_REQUEST`. `random` trains individual cells and keeps the best on the validation half; every
-other arm is compared with the result of `random` after the same number of seconds. `random cell` and `optimum` come
-from the table. GPU memory is that of one search, even if several share the GPU; its seconds are then divided by the
-number of concurrent searches. Kendall's tau per edge compares indicators with the table: the method's own, that of a
-selection by perturbation, with --indicators perturbation and discretisation on every trained supernet, and with
---proxies Zero-Cost-PT on untrained ones.
+look-up, except those in `ON_REQUEST`. `random` trains individual cells and keeps the best on the validation half;
+every other arm is compared with the result of `random` after the same number of seconds. `random cell`, the best of 10
+and of 100 random cells and `optimum` come from the table. GPU memory is that of one search, even if several share the
+GPU; its seconds are then divided by the number of concurrent searches. Kendall's tau per edge compares indicators with
+the table: the method's own, that of a selection by perturbation, with --indicators perturbation and discretisation on
+every trained supernet, and with --proxies Zero-Cost-PT on untrained ones.
 
 Every finished search is one file, OUT/rows/ARM-DATA-SEED.json, so that several commands and machines can fill the table
 together. Stop a command at any time (or with --minutes); the same command resumes.
@@ -106,6 +106,9 @@ READINGS = ("itnas-fixed-values", "itnas-flat")
 
 ON_REQUEST = (*AUTHORS, *READINGS)
 """Arms that run only if named by --arms."""
+
+BEST_OF = (10, 100)
+"""Numbers of random cells of which the best by CIFAR-10 validation accuracy is a row of the table."""
 
 RANKED_BY = "cifar10_test"
 """The accuracies that indicators are compared with, and those over the seconds of a search."""
@@ -270,6 +273,7 @@ def _tau(table: Nb201Table, rows: Iterable[Mapping[str, Any]]) -> float | None:
     ranked = [row for row in rows if row["indicator"] is not None]
     found = [taus(table, row["indicator"], from_nb201(row["architecture"]), RANKED_BY) for row in ranked]
     means = [mean_tau(one["derived"]) for one in found]
+    # NaN if an indicator is equal for all operations of every edge.
     known = [value for value in means if value == value]
     return sum(known) / len(known) if known else None
 
@@ -375,6 +379,7 @@ def main(arguments: list[str] | None = None) -> None:
         zero_cost=untrained,
         optimum=table.optimum(),
         random=table.chance(),
+        best_of={str(count): table.best_of(count) for count in BEST_OF},
     )
     console = Console(width=None if sys.stdout.isatty() else 200)
     show(console, table, found)

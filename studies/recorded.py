@@ -67,6 +67,7 @@ def recorded_searches(
                 if differing(before.to_dict(), now.to_dict()):
                     row["trained"] = NOT_MEASURED
                     lost.append(f"the training of {arm} with seed {seed}, by other settings")
+    # A ValueError too, but one that already says what is wrong.
     except UserError:
         raise
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:

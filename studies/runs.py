@@ -18,6 +18,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+# Exported again for the other studies.
 from softcell.app.reproduce.record import without_folders as without_folders
 from softcell.arch import Genotype
 from softcell.data import load
@@ -57,6 +58,7 @@ class Deadline:
 
         def on_event(event: Event) -> None:
             if isinstance(event, Stepped) and self.passed:
+                # `Interrupt` turns it into a request: every loop saves its state after its step and ends.
                 os.kill(os.getpid(), signal.SIGTERM)
             elif isinstance(event, EpochEnded):
                 seconds, accuracy = event.metrics["seconds"], event.metrics.get("val_accuracy")
@@ -173,6 +175,7 @@ def run_interleaved(starts: Sequence[Callable[[], Running[Any]]], device: str, a
     where = resolve_device(device)
     with Interrupt(), loaded_once():
         found = interleave(starts, where, at_once or (len(starts) if where.type == "cuda" else 1))
+    # Only now: the other runs have been completed in spite of it.
     for error in found:
         if isinstance(error, Exception):
             raise error
@@ -186,6 +189,7 @@ def matching_recipe(recipe: SearchRecipe, folder: Path) -> SearchRecipe:
     """The recipe that the search in `folder` was started with, if any; it must equal `recipe`."""
     if not (folder / "run.json").is_file():
         return recipe
+    # The run has recorded the number that 0 stood for, which would count as a different setting.
     return stored_recipe(folder, {k: v for k, v in recipe.to_dict().items() if k != "threads"})
 
 

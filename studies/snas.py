@@ -48,6 +48,7 @@ def recipe_of(arm: str, seed: int, options: argparse.Namespace) -> SearchRecipe:
     split = {"held": options.held, "weights": left}
     if arm in DARTS:
         regime = DARTS[arm]
+        # A single level learns weights and architecture from the same images, as SNAS does.
         own = split if regime == "single-level" else halves
         return resolve({**given, "method": "darts", "regime": regime, "split": own})
     return resolve({**given, "method": "snas", "split": split, "resource": {"preset": arm.removeprefix("snas-")}})

@@ -40,6 +40,7 @@ def recipe_of(weight: float, seed: int, options: argparse.Namespace) -> SearchRe
     own = {
         "method": "snas",
         "seed": seed,
+        # Once, after the last epoch.
         "child_every": options.epochs,
         "resource": {"weight": weight, "estimator": options.estimator},
     }

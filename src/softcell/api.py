@@ -150,6 +150,7 @@ def search(
             _check_alone(given, config)
         if kept is not None:
             kept.write()
+        # Joined here too, since heading and trackers need the folder; `jobs.search` then gets the same world.
         with join_processes(recipe.device, recipe.deterministic) as world:
             folder = output_folder(out, world, recipe.method, recipe.space, recipe.data)
             heading = f"search {recipe.title}, seed {recipe.seed}: {folder}"
@@ -207,6 +208,7 @@ def train(
             trust_named(given)
             before = resumed_folder(out) if resume else None
             genotype, recipe = train_recipe(genotype, given, config=config, resume_from=before)
+            # A resumed run passed this check when it began.
             if not resume:
                 check_trainable(genotype, recipe)
         if kept is not None:
@@ -260,6 +262,7 @@ def search_seeds(
             seeds, recipe, folder = search_seeds_recipe(given, seeds=_number(seeds), out=out, resume=resume)
         else:
             _check_alone(given)
+            # A complete recipe has one seed, so the seeds are given in full.
             seeds, folder = _seeds_and_folder(seeds, out)
         if kept is not None:
             kept.write()
@@ -324,6 +327,7 @@ def train_seeds(
                 genotype, recipe, folder, seeds, at_once=at_once, resume=resume, overwrite=overwrite, on_event=listener
             )
     for one in result.results.values():
+        # Seeds that were finished before have their drawings already.
         if not one.exit_code and not (one.folder / REPORT).exists():
             draw_training(one)
     return result
@@ -539,6 +543,7 @@ def _data(data: Data | None, out: str | Path | None) -> tuple[dict[str, str], Ke
     if data is None or isinstance(data, str | Path):
         return ({} if data is None else {"data": str(data)}), None
     kept = KeptArrays.of(data, RUNS if out is None else Path(out).parent)
+    # Absolute, so that the run can be resumed from any folder.
     return {"data": kept.path.name, "data_root": str(kept.path.parent.resolve())}, kept
 
 

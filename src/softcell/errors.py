@@ -1,4 +1,4 @@
-"""The exceptions whose messages are for people."""
+"""Exceptions whose messages are shown to the user."""
 
 from __future__ import annotations
 

@@ -25,8 +25,9 @@ from softcell.errors import UserError
 MOST_BYTES = 64 * 2**20
 """For a file of settings, a manifest or a genotype; a manifest with a thousand classes has 100 KB."""
 MOST_BYTES_OF_LINES = 2**30
+"""For a `.jsonl` file, which gets a line per epoch."""
 MOST_DEPTH = 64
-MOST_DIGITS = 40
+MOST_DIGITS = 40  # far below the 4,300 from which Python itself raises a ValueError
 MOST_VALUES = 2_000_000
 """In one file: a short YAML file can expand to more values than fit into memory."""
 
@@ -211,6 +212,7 @@ def write_temporary(path: Path, data: bytes) -> Path:
     """
     temporary = path.with_name(f".{path.name}{TEMPORARY}")
     try:
+        # Before the write: if the process is killed in between, no unlisted file is left behind.
         list_file(path)
         # Never through a link: a run folder may come from an untrusted source.
         temporary.unlink(missing_ok=True)

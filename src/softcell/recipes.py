@@ -236,6 +236,7 @@ def search_seeds_recipe(
     """Seeds, recipe and folder of a search with several seeds; a resumed search has all three in its folder."""
     if resume:
         known, begun, folder = _resumed_seeds(out, "search", seeds)
+        # The recipes of all seeds differ in the seed only, so the first run that has begun stands for the others.
         return known, stored_recipe(begun, layered(_without_trust(given), {"seed": _seed_of(begun)})), folder
     recipe = search_recipe(given, config=config)
     chosen = _chosen_seeds(recipe.seed, seeds)

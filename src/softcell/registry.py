@@ -55,6 +55,7 @@ class Registry(Generic[T]):
         if not isinstance(name, str) or not name:
             raise UserError(f"a {self._kind} needs a class attribute `name`, but {cls.__name__} has none")
         known = self._known.get(name)
+        # The same module may define it again: a notebook cell runs twice, and a plugin that failed is loaded again.
         if known is not None and known.__module__ != cls.__module__:
             raise UserError(f"{self._kind} {name!r} already exists (from {known.__module__}); choose another name")
         self._known[name] = cls
@@ -73,6 +74,7 @@ class Registry(Generic[T]):
     def _discover(self) -> None:
         if self._discovered:
             return
+        # Set before the imports, so that a module that looks up a name while it is imported does not start this again.
         self._discovered = True
         package = importlib.import_module(self._package)
         for module in pkgutil.iter_modules(package.__path__):
@@ -151,9 +153,10 @@ def _run(content: Content, path: str | Path) -> None:
     if spec is None:
         raise UserError(f"--plugin must name a Python file, with a name that ends in .py, but got {path}")
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
+    sys.modules[name] = module  # before it runs, as in an import: dataclasses look up their module by its name
     try:
         # The bytes that were checked, not the file as it is now, nor a compiled one from a __pycache__ next to it.
+        # Without `dont_inherit` the plugin would be compiled with the future imports of this file.
         exec(compile(content.data, str(content.path), "exec", dont_inherit=True), module.__dict__)
     except UserError:
         del sys.modules[name]

@@ -111,6 +111,7 @@ def search_seeds(
             own, place = replace(recipe, seed=seed), seed_folder(folder, seed)
             return search_steps(own, place, resume=resume, overwrite=overwrite, on_event=listener)
 
+        # Before the first run: without `seeds.json` an interrupted folder could not be resumed.
         write(Ran({}, {}, 0), None)
         begun = _begun(folder, seeds) if resume else []
         known = {seed: finished_search(seed_folder(folder, seed), replace(recipe, seed=seed)) for seed in begun}
@@ -159,6 +160,7 @@ def _search_metrics(result: SearchResult | None) -> dict[str, float | None]:
 
 
 def _best(results: Mapping[int, SearchResult]) -> int | None:
+    """The finished seed with the best accuracy, or the lowest loss if none has one; the smallest seed in a tie."""
     done, by = {seed: one for seed, one in results.items() if one.genotype is not None}, compared_by(results.values())
     ranks = {seed: value for seed, one in done.items() if (value := last_accuracy(one, by)) is not None}
     ranks = ranks or {seed: -value for seed, one in done.items() if (value := last_loss(one)) is not None}
@@ -234,7 +236,7 @@ def train_seeds(
             own, place = replace(recipe, seed=seed), seed_folder(folder, seed)
             return train_steps(genotype, own, place, resume=resume, overwrite=overwrite, on_event=listener)
 
-        write(Ran({}, {}, 0))
+        write(Ran({}, {}, 0))  # before the first run, as in `search_seeds`
         begun = _begun(folder, seeds) if resume else []
         known = {
             seed: finished_training(seed_folder(folder, seed), genotype, replace(recipe, seed=seed)) for seed in begun
@@ -314,6 +316,7 @@ def run_all(
     """
     done = {run: result for run, result in begun.items() if result is not None}
     left = [run for run in runs if run not in done]
+    # Around all runs: their own contexts share it, so that one signal stops all of them.
     with Interrupt() as interrupt:
         starts = [lambda run=run: start(run, run in begun) for run in left]
         found = interleave(starts, device, at_once)

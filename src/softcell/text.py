@@ -1,4 +1,4 @@
-"""Counts and durations in the words of a message, and how objects show themselves in a notebook."""
+"""Formats counts and durations for messages, and lets objects display themselves in a notebook."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ VIEWS: dict[type, Callable[[Any], str]] = {}
 
 
 class Shown:
-    """Base of what a notebook shows as a picture or table, once the shell is imported."""
+    """Base class of objects that a notebook displays as a picture or table, once the shell is imported."""
 
     __slots__ = ()
 

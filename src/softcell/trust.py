@@ -71,7 +71,7 @@ _agreed: set[tuple[str, str]] = set()
 
 @contextmanager
 def asking(ask: Ask | None = None, notify: Callable[[str], None] | None = None) -> Iterator[None]:
-    """A context for `allow`, which ends with it. ask: None where there is no user to ask."""
+    """A context in which `allow` may be called; what it allows ends with it. ask: None where there is no user."""
     token = _scope.set(_Scope(set(), ask, notify))
     try:
         yield
@@ -148,6 +148,7 @@ def is_trusted(path: str | Path, kind: Kind = "plugin") -> bool:
 def digests(paths: Iterable[str | Path]) -> str:
     """The value of `PASSED_ON` for child processes: what this process was given, and the contents of `paths`."""
     given = [word for word in os.environ.get(PASSED_ON, "").split(",") if word]
+    # The kind `program` accepts any file, a plugin too.
     return ",".join(dict.fromkeys([*given, *(read(path, "program").digest for path in paths)]))
 
 

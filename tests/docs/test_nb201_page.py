@@ -39,3 +39,18 @@ def test_every_method_has_a_row_and_every_search_a_line() -> None:
         expected = f"{sum(found) / len(found):.2f}" if found else "not measured"
         assert line[1].split(" | ")[1].startswith(expected)
     assert table.count(", commit ") == len(rows)
+
+
+def test_the_reading_compares_all_methods_with_enough_seeds_with_random_cells() -> None:
+    record = json.loads((nb201_page.RESULTS / "nb201.json").read_text(encoding="utf-8"))
+    rows = [json.loads(file.read_text()) for file in (nb201_page.RESULTS / "rows").glob("*-cifar10-*.json")]
+    page = nb201_page.PAGE.read_text(encoding="utf-8")
+    lines = re.findall(r"^- (.+?): (.+)$", page.split("**Reading.**")[1].split("## ")[0], re.MULTILINE)
+    limits = [float(value) for head, _ in lines for value in re.findall(r"([\d.]+)%", head)]
+    assert limits == sorted(limits, reverse=True) and len(limits) == 3 == len(lines) - 1
+    assert limits[-1] == round(record["random"]["cifar10_test"][0], 2)
+    for arm in ARMS:
+        found = [row["accuracies"]["cifar10_test"] for row in rows if row["arm"] == arm]
+        number = sum(sum(found) / max(len(found), 1) <= limit for limit in limits)
+        places = [i for i, (_, methods) in enumerate(lines) if f"{nb201_page.LABELS[arm]} (" in methods]
+        assert places == ([number] if len(found) >= nb201_page.GOAL else [])

@@ -6,6 +6,7 @@ import bz2
 import itertools
 import math
 import pickle
+import statistics
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
@@ -66,6 +67,28 @@ def test_optimum_and_chance_match_the_whole_table(table: Nb201Table) -> None:
     deviation = math.sqrt(sum((value - mean) ** 2 for value in values) / len(values))
     assert table.optimum()["cifar100_test"] == max(values)
     assert table.chance()["cifar100_test"] == pytest.approx((mean, deviation))
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_best_of_random_cells_matches_all_draws(count: int) -> None:
+    by, other = COLUMNS.index("cifar10_valid"), COLUMNS.index("cifar100_test")
+    values = np.zeros((5, len(COLUMNS)))
+    values[:, by] = [80.0, 90.0, 70.0, 90.0, 60.0]  # two equal ones are the best
+    values[:, other] = [50.0, 30.0, 70.0, 34.0, 10.0]
+    small = Nb201Table("made", {(str(i),): i for i in range(5)}, values)
+    found = []
+    for drawn in itertools.product(range(5), repeat=count):
+        best = [i for i in drawn if values[i, by] == max(values[list(drawn), by])]
+        found += [values[i, other] for i in best for _ in range(60 // len(best))]  # ties: each of them equally often
+    assert small.best_of(count)["cifar100_test"] == pytest.approx((statistics.fmean(found), statistics.pstdev(found)))
+
+
+def test_the_best_of_one_random_cell_is_a_random_cell_and_of_very_many_the_best(table: Nb201Table) -> None:
+    one, chance = table.best_of(1), table.chance()
+    assert all(one[column] == pytest.approx(chance[column]) for column in COLUMNS)
+    assert table.best_of(10**7)["cifar10_valid"][0] == pytest.approx(table.optimum()["cifar10_valid"])
+    with pytest.raises(ValueError, match="count=0"):
+        table.best_of(0)
 
 
 def test_best_accuracy_goes_through_all_completions(table: Nb201Table) -> None:

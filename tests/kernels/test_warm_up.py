@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+import sys
 import sysconfig
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,14 @@ from softcell.arch import notation
 from softcell.evaluate.task import rehearse
 from softcell.kernels import warm_up
 from softcell.kernels.backend import has_triton
-from softcell.kernels.warm_up import Compilation, compilations, compile_all, dry_launches, warm_up_by_run
+from softcell.kernels.warm_up import (
+    Compilation,
+    compilations,
+    compile_all,
+    dry_launches,
+    warm_up_by_run,
+    workers_ready,
+)
 from softcell.spaces import build_space
 from softcell.spaces.darts import DartsNetwork
 from softcell.spaces.execution import fused_networks
@@ -186,6 +194,59 @@ def test_warm_ups_that_share_a_cache_take_turns(tmp_path: Path) -> None:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     with warm_up._alone(path):  # which does not wait for itself
         pass
+
+
+def test_without_file_locks_a_warm_up_does_not_wait(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(sys.modules, "fcntl", None)  # as on Windows
+    with warm_up._alone(tmp_path / "lock"), warm_up._alone(tmp_path / "lock"):
+        pass
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[subprocess.Popen[bytes]]:
+    """The workers that have been started, on a machine with two cores and an empty cache."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(warm_up, "_num_cores", lambda: 2)
+    found: list[subprocess.Popen[bytes]] = []
+    start = warm_up.Compiler._start
+
+    def noted(self: warm_up.Compiler, folder: Path) -> subprocess.Popen[bytes]:
+        found.append(start(self, folder))
+        return found[-1]
+
+    monkeypatch.setattr(warm_up.Compiler, "_start", noted)
+    return found
+
+
+def test_workers_that_run_already_compile_for_the_first_warm_up(
+    started: list[subprocess.Popen[bytes]], tmp_path: Path, no_device: None
+) -> None:
+    jobs = jobs_named("_known_moments")
+    with workers_ready():
+        early = list(started)
+        assert len(early) == 2 and all(worker.poll() is None for worker in early)
+        with workers_ready():
+            pass
+        assert started == early, "a second search on the device starts no others"
+        assert compile_all(jobs, HOPPER) == len(jobs) > 0
+        assert started == early and all(worker.poll() == 0 for worker in early)
+    assert len(list(tmp_path.glob("*/_known_moments.cubin"))) == len(jobs)
+    with workers_ready():
+        assert started == early, "something has been compiled: few kernels can be missing"
+    assert compile_all(jobs, HOPPER) == 0
+
+
+def test_workers_that_nobody_needs_end_with_the_context(
+    started: list[subprocess.Popen[bytes]], monkeypatch: pytest.MonkeyPatch, no_device: None
+) -> None:
+    with workers_ready(wanted=False):
+        assert not started
+    with pytest.raises(RuntimeError, match="no data"), workers_ready():
+        raise RuntimeError("no data")
+    assert len(started) == 2 and all(worker.poll() is not None for worker in started)
+    monkeypatch.setenv(warm_up.SWITCH, "0")
+    with workers_ready():
+        assert len(started) == 2
 
 
 def test_warm_ups_can_be_disabled(monkeypatch: pytest.MonkeyPatch, no_device: None) -> None:

@@ -67,7 +67,7 @@ def rehearsals(monkeypatch: pytest.MonkeyPatch) -> list[SearchTask]:
         found.append(task)
 
     monkeypatch.setattr(SearchTask, "rehearse", spoilt)
-    monkeypatch.setattr(dry_pass, "_launches_kernels", lambda task: True)
+    monkeypatch.setattr(dry_pass, "launches_kernels", lambda *given: True)
     monkeypatch.setattr(dry_pass, "warm_up_by_run", run_spoilt)
     return found
 
@@ -88,7 +88,7 @@ def recipe_of(case: str, data: Path) -> SearchRecipe:
 
 def assert_equals_one_without(recipe: SearchRecipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The search in `with` ended in the same state as one without a dry pass."""
-    monkeypatch.setattr(dry_pass, "_launches_kernels", lambda task: False)
+    monkeypatch.setattr(dry_pass, "launches_kernels", lambda *given: False)
     search(recipe, tmp_path / "without")
     (given, state), (expected, before) = outcome(tmp_path / "with"), outcome(tmp_path / "without")
     assert given == expected

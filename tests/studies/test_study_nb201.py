@@ -93,6 +93,7 @@ def test_a_table_grows_by_several_commands(
         assert found[search["arm"]]["accuracies"]["cifar10_test"]["mean"] == pytest.approx(known["cifar10_test"])
     assert "<svg" in (tmp_path / "out" / "anytime-data.svg").read_text()
     out = capsys.readouterr().out
+    assert record()["best_of"]["10"]["cifar10_valid"][0] > record()["random"]["cifar10_valid"][0]
     assert "random cell" in out and "GPU memory" in out and "not measured" in out
     per_edge = {(row["supernet"], row["indicator"]) for row in record()["taus"]}
     own = {("darts, data", "own"), ("gdas, data", "own")}

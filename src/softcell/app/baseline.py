@@ -87,6 +87,7 @@ def random_baseline(
     """
     others = draw_random(like, recipe, count) if drawn is None else drawn
     results: list[TrainResult] = []
+    # One block around all runs keeps the processes together between them, so that all agree on folders.
     with join_processes(recipe.device, recipe.deterministic):
         for number, genotype in enumerate(others, 1):
             folder = random_folder(out, number)
@@ -429,6 +430,7 @@ def plain_networks(shape: Shape, num_classes: int, limits: Mapping[str, float]) 
             f"no plain residual network fits {in_words(limits, limits)}; the smallest has {least} for "
             f"{shape[1]}x{shape[2]} images: raise the budget"
         )
+    # A small budget may allow only narrower networks; the two widest of these are left.
     wide = [each for each in found if each[0]["channels"] >= NARROWEST] or found[-2:]
     return sorted(wide, key=lambda item: item[1].multiply_adds, reverse=True)
 

@@ -51,6 +51,7 @@ def search(
     on_event: OnEvent | None = None,
 ) -> SearchResult:
     """Searches, or returns the result if `resume` finds a finished search in `out`."""
+    # A finished run is only read: it needs neither its lock nor the other processes.
     if resume and (done := finished_search(resumed_folder(out), recipe)) is not None:
         draw_search(done)
         return done
@@ -109,6 +110,7 @@ CURVES = {
     "cost.svg": ("expected parameters of the architecture", ("expected_parameters",)),
 }
 MOST_COLUMNS = 16
+"""Most epochs in the heat map of entropies: evenly spread, the first and the last included."""
 
 
 def draw_search(result: SearchResult, *, again: bool = False) -> None:
@@ -188,6 +190,7 @@ def _aligned(table: Table, weights: Sequence[Sequence[float]], columns: list[str
     """Weights [choices, width] by candidate name, as the candidates of a ragged table differ from row to row."""
     rows = []
     for choice, row in zip(table.choices, weights, strict=True):
+        # Rows are padded to the width of the table, so they may be longer than the candidates.
         known = dict(zip(choice.candidates, row, strict=False))
         rows.append([known.get(name) for name in columns])
     return rows
@@ -283,6 +286,7 @@ def measure_job(
 ) -> JobTime:
     """Runs `job` in a scratch folder for about `seconds` after its first step, then deletes the folder."""
     watch = _Stopwatch(seconds)
+    # Left by a measurement that was killed.
     shutil.rmtree(scratch, ignore_errors=True)
     try:
         result = job(scratch, watch)
@@ -336,6 +340,7 @@ def stop_when_late(listener: OnEvent, is_late: Callable[[], bool], recipe: Searc
         listener(event)
         if isinstance(event, EpochEnded) and event.epoch + 1 < num_epochs and is_late():
             done = event.epoch + 1
+            # With an equal recipe the caller would resume the search, only to see it ended here again.
             if shortened(recipe, done) != recipe:
                 raise SearchTimeoutError(done)
 

@@ -22,7 +22,7 @@ def enter() -> None:
 
 
 def start_time() -> float:
-    """On the clock of `perf_counter`; now, if a command is called from within another program."""
+    """When the command began, on the clock of `perf_counter`; now, if it is called from within another program."""
     return _entered[0] if _entered else time.perf_counter()
 
 
@@ -32,7 +32,9 @@ def age() -> float:
         # The 22nd field, in ticks since the machine started; the second is a name that may hold spaces.
         fields = Path("/proc/self/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
         started = int(fields[19]) / os.sysconf("SC_CLK_TCK")
+        # The field counts from boot, suspended time included, as this clock does.
         return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - started)
+    # Systems other than Linux have no /proc, or no such clock.
     except (OSError, ValueError, IndexError, AttributeError):
         return 0.0
 
@@ -84,6 +86,7 @@ def explain_failure(error: BaseException) -> str | None:
     if isinstance(error, MemoryError) or (is_runtime_error and any(part in text for part in _OUT_OF_MEMORY)):
         return f"not enough free memory for this run; {_REDUCE}"
     if torch is not None and torch.distributed.is_available():
+        # Imported here because the engine imports torch, and this module must not.
         from softcell.engine.heartbeat import is_lost_connection
 
         if is_lost_connection(error):  # before all processes have joined; afterwards the rank is known

@@ -191,6 +191,7 @@ class Display:
                 self._started()
                 self._num_epochs, self._time = event.num_epochs, event.time
                 self._say(self.heading)
+                # A run that has made all its epochs resumes none: it only measures and writes its results.
                 if (event.epoch or event.step) and event.epoch < event.num_epochs:
                     of = f" of {event.num_epochs}" if event.num_epochs < MOST_EPOCHS else ""
                     self._say(f"resuming at epoch {event.epoch + 1}{of}, step {event.step}")
@@ -202,6 +203,7 @@ class Display:
                     self._shown_at = self._fraction
                     self._say(epoch_line(event.metrics, self._num_epochs, self._left))
             case Note():
+                # `--quiet` hides progress but not warnings, and a note may be one.
                 self._print(f"note: {event.text}")
             case Finished():
                 if self._bar is not None and self._task is not None:  # measuring, drawing and writing follow
@@ -237,6 +239,7 @@ class Display:
             self._notebook.bar(self._label, "  ".join(filter(None, (description, steps, left))), done / max(1, total))
         if self._bar is None:
             return
+        # A listener made by `beside` gets its bar with its first step.
         if self._task is None:
             self._task = self._bar.add_task(description, total=total, left="", steps="")
         self._bar.update(
@@ -307,7 +310,7 @@ def listening_to_seeds(
     track: Sequence[str],
     on_event: Callable[[int], OnEvent] | None,
 ) -> Iterator[Callable[[int], OnEvent]]:
-    """The same for several seeds: a function that makes the listener of each."""
+    """`listening` for several seeds: yields a function that makes the listener of each."""
     console, is_quiet = python_console(quiet)
     with ExitStack() as opened:
         display = None if is_quiet else opened.enter_context(Display(console, heading))

@@ -46,6 +46,7 @@ class Choice:
         return f"{self.source}->{self.target}"
 
 
+# No slots: cached properties need a `__dict__`.
 @dataclass(frozen=True)
 class Table:
     """Choices that share one logits matrix [choices, width].

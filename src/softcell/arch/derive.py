@@ -100,6 +100,7 @@ def _cheapest_path(table: Table, costs: list[list[float]], exclude: tuple[str, .
     paths: dict[int, tuple[float, tuple[int, ...]]] = {
         node: (0.0, ()) for node in (*table.sources, *table.output) if node not in table.targets
     }
+    # Targets ascend and edges lead forward, so the paths of all sources are final.
     for target in table.targets:
         arriving = [
             (paths[source][0] + least[index][0], (*paths[source][1], index))
@@ -161,6 +162,7 @@ def strongest_within(
     left.reverse()
     kept: list[tuple[float, float, tuple[int, ...]]] = [(0.0, 0.0, ())]  # cost, strength, candidates
     for i, (values, prices) in enumerate(zip(strengths, costs, strict=True)):
+        # What exceeds the limit even with the cheapest candidates for the rest cannot be completed.
         grown = sorted(
             (
                 (cost + price, -(strength + value), (*chosen, k))
@@ -170,14 +172,11 @@ def strongest_within(
             ),
         )
         kept, best = [], float("inf")
-        for (
-            cost,
-            loss,
-            chosen,
-        ) in grown:  # by rising cost: each must be stronger than all before it
+        for cost, loss, chosen in grown:  # by rising cost: each must be stronger than all before it
             if loss < best:
                 best = loss
                 kept.append((cost, -loss, chosen))
     if not kept:
         raise UserError(f"no architecture costs at most {limit:g}; the cheapest costs {left[0]:g}")
+    # Strength rises with cost among those kept, so the last one is the strongest.
     return kept[-1][2]

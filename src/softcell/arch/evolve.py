@@ -96,12 +96,14 @@ def evolving(
     on_generation: Callable[[int, float, int], None] = lambda number, best, scored: None,
 ) -> Generator[Genotype, float, Evolved]:
     """`evolve` as a generator: yields each architecture and receives its score."""
+    # A string is hashed: other uses of the same seed draw from other streams.
     rng, scored = random.Random(f"evolution {seed}"), dict[Genotype, float]()
     history: list[float] = []
     population = [genotype for genotype in dict.fromkeys(first) if allowed(genotype)]
     drawn = settings.population - len(population)
     population += _filled(drawn, lambda: random_architecture(layout, rng), allowed, set(population))
     within = [genotype for genotype in dict.fromkeys(starts) if genotype not in population and allowed(genotype)]
+    # Under a tight limit random architectures rarely fit; neighbours of one that fits do more often.
     if len(population) < settings.population and within:
         population += within
         missing = settings.population - len(population)
@@ -159,6 +161,7 @@ def mutate(layout: Layout, parent: Genotype, probability: float, rng: random.Ran
         strengths = _strengths(table, parent.cells[table.name], rng)
         for i in range(len(table)):
             if rng.random() < probability:
+                # 0 to 2, the range of `_strengths`: the row may win against picks of the parent or lose to them.
                 strengths[i] = torch.tensor([2.0 * rng.random() for _ in range(table.width)], dtype=torch.float64)
         rows[table.name] = strengths
     return _derived(layout, rows)
@@ -225,5 +228,6 @@ def _filled(
                 found[genotype] = None
                 break
         else:
+            # Few are left: each further one would take as many attempts.
             break
     return list(found)

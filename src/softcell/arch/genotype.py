@@ -16,7 +16,7 @@ from softcell.text import Shown, count_of
 FORMAT = "softcell-genotype"
 VERSION = 1
 MOST_NODES = 100
-"""In a cell. A larger number is a typing error and must not fill the memory."""
+"""The highest node number in a cell. A larger one is a typing error and must not fill the memory."""
 MOST_EDGES = 10_000
 
 
@@ -67,6 +67,7 @@ class Genotype(Shown):
         return f"Genotype({self.space}: {', '.join(cells)})"
 
     def __hash__(self) -> int:
+        # Without `settings`, which are compared too but may hold lists, which have no hash.
         return hash((self.space, tuple(sorted(self.cells.items(), key=lambda item: item[0]))))
 
     def to_dict(self) -> dict[str, Any]:
@@ -113,6 +114,7 @@ class Genotype(Shown):
 
     def dumps(self) -> str:
         """JSON with one edge per line, so that two genotypes can be compared with `diff`."""
+        # `indent` applies to all levels: each edge, 8 columns deep, is folded back into one line.
         text = json.dumps(self.to_dict(), indent=2)
         for cell in self.cells.values():
             for pick in cell.picks:
@@ -154,6 +156,7 @@ def _cell(where: str, data: object) -> Cell:
     if len(data["edges"]) > MOST_EDGES:
         raise UserError(f"{where}: a cell must have at most {MOST_EDGES:,} edges, but has {len(data['edges']):,}")
     for edge in data["edges"]:
+        # `int(...)` matches booleans too, hence the test of types.
         match edge:
             case [int(source), int(target), str(op)] if 0 <= source <= target and bool not in map(type, edge):
                 picks.append(Pick(source, target, op))
@@ -188,6 +191,7 @@ def alive(cell: Cell, inputs: int) -> Cell:
     check_forward(cell, inputs)
     reached = set(range(inputs))
     picks = []
+    # By target: whether a source is reached is known before its outgoing edges are looked at.
     for pick in sorted(cell.picks, key=lambda pick: (pick.target, pick.source)):
         if pick.op != "none" and pick.source in reached:
             reached.add(pick.target)

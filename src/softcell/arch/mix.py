@@ -179,6 +179,7 @@ class WeightMix(Mix):
 
     def copy(self) -> Self:
         """The same mix in separate memory; sites that share weights still do."""
+        # `__init__` would need the layout, which a mix does not keep.
         twin = object.__new__(type(self))
         known = {id(weights): weights.detach().clone() for weights in _all(self)}
         twin._weights = [known[id(weights)] for weights in self._weights]
@@ -233,6 +234,7 @@ def masked_softmax(logits: Tensor, mask: Tensor, temperature: Tensor | float = 1
         tensor([[0.5000, 0.5000, 0.0000],
                 [0.3333, 0.3333, 0.3333]])
     """
+    # Every choice has a candidate: a row of -inf alone would become NaN.
     return torch.softmax((logits / temperature).masked_fill(~mask, -torch.inf), dim=-1)
 
 
@@ -254,10 +256,10 @@ def gumbel(uniform: Tensor) -> Tensor:
 def concrete(
     log_alpha: Tensor, mask: Tensor, temperature: Tensor | float, uniform: Tensor, members: Tensor | None = None
 ) -> Tensor:
-    """One relaxed one-hot sample softmax((log α + G) / λ) per choice, or per contest of choices; padding is exactly 0.
+    """One relaxed one-hot sample softmax((log α + G) / λ) per choice, or per contest of choices (SNAS, Eq 5).
 
     log_alpha, mask, uniform [..., choices, width], temperature λ [] and members bool [contests, choices] to
-    [..., choices, width].
+    [..., choices, width]; padding is exactly 0.
     """
     noisy = log_alpha + gumbel(uniform)
     if members is None:
@@ -276,6 +278,7 @@ def with_links(others: Tensor, links: Tensor, members: Tensor, mask: Tensor) -> 
     """Probabilities [..., choices, width] with those of contested links [..., contests, choices] put in."""
     link = torch.where(members, links, 0.0).sum(-2)
     gap = (1.0 - link) * mask[..., 0]
+    # Columns: `none`, the link, padding up to the width of the table.
     row = torch.stack([gap, link, *([torch.zeros_like(link)] * (others.shape[-1] - LINK - 1))], dim=-1)
     return torch.where(members.any(0)[:, None], row, others)
 

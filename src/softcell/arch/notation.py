@@ -125,6 +125,7 @@ def from_nb201(text: str) -> Genotype:
         if len(edges) != target:
             raise UserError(f"NAS-Bench-201 string: node {target} must have {target} edges, got {len(edges)}")
         for source, edge in enumerate(edges):
+            # At most nine digits: `int` raises an error of its own for thousands of them.
             found = re.fullmatch(r"(\w+)~(\d{1,9})", edge, re.ASCII)
             if found is None or int(found[2]) != source:
                 raise UserError(
@@ -243,6 +244,7 @@ def _all_edges(pairs: list[tuple[str, int]], output: list[int]) -> list[int] | N
     while len(targets) < len(pairs):
         targets += [target] * target
         target += 1
+    # With a single inner node both readings are the same.
     if len(targets) != len(pairs) or target - DARTS_INPUTS < 2 or max(output, default=0) >= target:
         return None
     sources: dict[int, set[int]] = {}
@@ -256,6 +258,7 @@ def _range(node: ast.expr) -> list[int]:
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and not node.keywords:
         if node.func.id == "range":
             found = range(*(_strict(int, ast.literal_eval(argument)) for argument in node.args))
+            # Cut before it is a list: a mistyped range must not fill the memory.
             return list(found[:MOST_NODES])
         if node.func.id == "list" and len(node.args) == 1:
             return _range(node.args[0])

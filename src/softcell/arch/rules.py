@@ -139,6 +139,7 @@ class TopInputs(Rule):
             for index in table.incoming(target):
                 choice, row = table.choices[index], values[index]
                 best = max(allowed_candidates(choice.candidates, self.exclude), key=strongest(row))
+                # Sorted by strength, then source: ties go to the lower source.
                 ranked.append((-row[best], choice.source, choice.candidates[best]))
             kept = sorted(ranked)[: self._kept(table, target)]
             picks += sorted((Pick(s, target, op) for _, s, op in kept), key=lambda pick: pick.source)
@@ -211,6 +212,7 @@ class Positive(Rule):
         return tuple(picks)
 
     def enumerate(self, table: Table) -> Iterator[tuple[Pick, ...]]:
+        # From 1: a node keeps at least one connection.
         for chosen in itertools.product(*(range(1, 1 << n) for n in self._sizes(table))):
             yield self._subsets(table, chosen)
 
@@ -280,13 +282,14 @@ class FeaturePairs(Rule):
         for (first, a), (second, b) in itertools.combinations(edges, 2):
             for i, j in self._candidates(first, a, second, b):
                 strength = a[i] + b[j]
+                # Strictly larger: of equally strong pairs the first stays.
                 if found is None or strength > found[0]:
                     found = strength, (_pick(first, i), _pick(second, j))
         assert found is not None, "a first tier needs a feature candidate on one of its edges"
         return found[1]
 
     def _candidates(self, first: Choice, a: list[float], second: Choice, b: list[float]) -> Iterator[tuple[int, int]]:
-        """The best pairs of two edges: a feature on the first, a feature on the second."""
+        """The strongest pairs with a feature on the first edge, and with one on the second: one of them is the best."""
         if self._has_feature(first):
             yield self._best_feature(first, a), _best(second, b)
         if self._has_feature(second):
@@ -299,6 +302,7 @@ class FeaturePairs(Rule):
         for target in table.targets:
             choices = table.incoming(target)
             own = [i for i, pick in enumerate(result) if pick.target == target]
+            # A node with one incoming edge is a second tier, where any kind may stay.
             if len(choices) == 1 or not own or any(result[i].op in self.features for i in own):
                 continue
             by_source = {table.choices[c].source: c for c in choices}
@@ -328,6 +332,7 @@ class FeaturePairs(Rule):
             # Pairs of edges weigh as much as the architectures they represent: that makes ragged tables uniform too.
             (subset,) = rng.choices(subsets, self._weights(table, target))
             drawn = _draw(subset, rng)
+            # Rejected, not repaired: all pairs with a feature stay equally likely.
             while len(subset) > 1 and not self._has_pick(drawn):
                 drawn = _draw(subset, rng)
             picks += drawn
@@ -366,6 +371,7 @@ class FeaturePairs(Rule):
 def rows(table: Table, strengths: Tensor) -> list[list[float]]:
     """Strengths as Python numbers; padding is ignored. NaN raises `UserError`."""
     assert tuple(strengths.shape) == table.shape, f"strengths {tuple(strengths.shape)} for a table of {table.shape}"
+    # One copy per table: every number that is read by itself synchronises with the device.
     rows: list[list[float]] = strengths.detach().cpu().double().tolist()
     for choice, row in zip(table.choices, rows, strict=True):
         for name, value in zip(choice.candidates, row, strict=False):

@@ -114,6 +114,8 @@ def normalise(
 def _crop_and_flip(images: Tensor, words: Tensor, padding: int, flip: bool, size: tuple[int, int]) -> Tensor:
     """A random window [n, C, *size] of `images` uint8 [n, C, H', W'] with `padding` black pixels around; half mirrored.
 
+    words: hashes int64 [n, streams].
+
     One gather: exact, in uint8, and on a CPU several times faster than sampling a float grid.
     """
     (num, channels), (height, width) = images.shape[:2], size
@@ -145,6 +147,7 @@ def _resized_box(words: Tensor, height: int, width: int) -> tuple[Tensor, Tensor
     area = area * (height * width)
     heights, widths = torch.sqrt(area / ratio).round().long(), torch.sqrt(area * ratio).round().long()
     fits = (heights >= 1) & (heights <= height) & (widths >= 1) & (widths <= width)
+    # As uint8, because `argmax` does not support bool; of equal values it gives the first.
     first = fits.to(torch.uint8).argmax(dim=1, keepdim=True)
     any_fits = fits.any(dim=1)
     # The whole image where its aspect is allowed, else the largest central box of an allowed aspect.
@@ -165,7 +168,10 @@ def _pixel_centres(num: int, device: torch.device) -> Tensor:
 
 
 def _resized_crop_and_flip(images: Tensor, words: Tensor, size: tuple[int, int], flip: bool) -> Tensor:
-    """Random resized crop of `images` uint8 [n, C, H', W'] to float32 [n, C, *size] in 0..255."""
+    """Random resized crop of `images` uint8 [n, C, H', W'] to float32 [n, C, *size] in 0..255.
+
+    words: hashes int64 [n, streams].
+    """
     num, _, height, width = images.shape
     top, left, box_height, box_width = _resized_box(words, height, width)
     scale_x, scale_y = box_width / width, box_height / height
@@ -180,7 +186,10 @@ def _resized_crop_and_flip(images: Tensor, words: Tensor, size: tuple[int, int],
 
 
 def _jitter(images: Tensor, words: Tensor, strength: float) -> Tensor:
-    """Brightness, contrast and (for colour) saturation of `images` float [n, C, H, W] in 0..255."""
+    """Brightness, contrast and (for colour) saturation of `images` float [n, C, H, W] in 0..255.
+
+    words: hashes int64 [n, streams].
+    """
 
     def factor(stream: int) -> Tensor:
         return (1 - strength + 2 * strength * to_uniform(words[:, stream])).view(-1, 1, 1, 1)
@@ -201,7 +210,7 @@ def _jitter(images: Tensor, words: Tensor, strength: float) -> Tensor:
 
 
 def _cutout(images: Tensor, words: Tensor, length: int) -> Tensor:
-    """Zero a `length` x `length` square of each of `images` [n, C, H, W]."""
+    """Zero a `length` x `length` square of each of `images` [n, C, H, W]; words: hashes int64 [n, streams]."""
     _, _, height, width = images.shape
 
     def covered(stream: int, extent: int) -> Tensor:

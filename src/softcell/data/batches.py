@@ -211,6 +211,7 @@ class Batches:
             generator=torch.Generator(),
         )
         for index, item in zip(slices, loader, strict=True):
+            # For every batch, since the seal may come after the loader's start and its workers do not see it.
             check_readable(images.is_test)
             if isinstance(item, str):
                 raise UserError(item)
@@ -223,6 +224,7 @@ class Batches:
 
 def _num_cores() -> int:
     """The cores that this process may use; in a container fewer than the machine has."""
+    # As `engine.session.usable_cores`: `data` must not import `engine` (tests/test_layers.py).
     return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 
@@ -281,6 +283,7 @@ class Feeds:
 
     def training(self, indices: Tensor, augment: Augment, *, stream: int = 0) -> Batches:
         """Shuffled, augmented batches of training images; `stream` keeps the orders of two loaders apart."""
+        # Room for 16 streams, so that no loader has the order of one of another seed.
         return self._batches(self.dataset.train, indices, self.seed * 16 + stream, augment, training=True)
 
     def plain(self, images: Images, indices: Tensor | None = None) -> Batches:

@@ -48,6 +48,7 @@ _kept: list[dict[tuple[str, ...], Dataset]] = []
 @contextmanager
 def loaded_once() -> Iterator[None]:
     """Within this context a dataset is loaded and decoded once, then reused."""
+    # A nested context shares what the outermost one has loaded.
     _kept.append(_kept[-1] if _kept else {})
     try:
         yield

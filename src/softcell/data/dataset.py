@@ -23,7 +23,9 @@ _SMALLEST_STD = 1 / 255  # for a constant channel
 _SPLIT_SEED = 0
 TEST_FRACTION = 0.2
 MOST_STATED = 100_000
+"""Files whose sizes and times are part of a fingerprint (`content_of`)."""
 NUM_SAMPLED = 64
+"""Files whose contents are part of it."""
 _BLOCK = 4096  # images hashed at a time
 
 

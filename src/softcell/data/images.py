@@ -211,6 +211,7 @@ def check_memory(count: int, shape: tuple[int, int, int], bytes_each: int = 1) -
 
 def _memory() -> int | None:
     """Bytes of this machine; None where the system does not report it."""
+    # As in `engine.manifest`: `data` must not import `engine` (tests/test_layers.py).
     try:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, ValueError, OSError):

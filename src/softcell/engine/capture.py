@@ -34,7 +34,8 @@ WARMUP = 3
 # Eager steps with a key before it is captured: a decision that keeps changing is cheaper to run than to capture.
 EAGER_STEPS_PER_KEY = 2
 MAX_GRAPHS = 16
-MAX_COUNTED_KEYS = 1024
+"""Graphs that a step keeps. A method with more plans than this is not captured (`softcell.search.task`)."""
+MAX_COUNTED_KEYS = 1024  # a bound for keys that rarely repeat, of which there may be millions
 STREAM_POOL = 32
 """Streams of one priority that torch hands out."""
 STREAM_PRIORITIES = (-1, 0)
@@ -78,6 +79,7 @@ class CapturedStep:
 
     def _count(self, key: Hashable, more: int = 0) -> int:
         """How often the step ran eagerly with `key`; the least recently used keys are dropped."""
+        # Removed and stored again, so that the key counts as the most recently used.
         self._tried[key] = self._tried.pop(key, 0) + more
         while len(self._tried) > MAX_COUNTED_KEYS:
             self._tried.popitem(last=False)
@@ -98,6 +100,7 @@ class CapturedStep:
         return self._side
 
     def _replay(self, graph: Recording, *inputs: Tensor) -> None:
+        # A graph reads fixed addresses, so the inputs of every step are copied to them.
         for own, given in zip(self._inputs, inputs, strict=True):
             own.copy_(given)
         graph.replay()
@@ -288,6 +291,7 @@ def own_stream(owner: object, device: int | None = None) -> torch.cuda.Stream:
 def _free(device: int | None) -> torch.cuda.Stream | None:
     """A stream that is not in use; None if there is none."""
     for priority in STREAM_PRIORITIES:
+        # torch hands streams out in rotation: this many requests see every stream of the priority once.
         for _ in range(STREAM_POOL):
             stream = torch.cuda.Stream(device, priority=priority)  # type: ignore[no-untyped-call]
             if int(stream.cuda_stream) not in _taken:
@@ -311,6 +315,7 @@ class Readback:
         before = self.pending()
         value = value.detach()
         if value.device.type == "cuda":
+            # Pinned, since a copy to pageable memory makes the host wait; new, since the caller has the previous one.
             self._sent = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
             self._sent.copy_(value, non_blocking=True)
             self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]

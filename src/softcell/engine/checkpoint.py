@@ -59,6 +59,7 @@ def save(folder: str | os.PathLike[str], state: Mapping[str, Any]) -> None:
     # A damaged current file must not replace the good previous one, hence the check before the rename.
     if _is_good(current):
         os.replace(current, folder / PREVIOUS)
+    # A crash between the two renames leaves only the previous file, which `load_latest` then takes.
     os.replace(temporary, current)
     fsync_folder(folder)
 
@@ -140,6 +141,8 @@ def _payload(path: Path) -> bytes:
         raise _Bad(f"has a payload of {len(payload)} bytes where its header says {length}")
     if _digest(version, payload) != digest:
         raise _Bad("does not match its own checksum")
+    # After the digest, which covers the version: a damaged number must not pass for a newer format. Not `_Bad`:
+    # an older checkpoint must not replace one that only a newer Softcell can read.
     if version > VERSION:
         raise UserError(
             f"a checkpoint must be of version {VERSION} or older, but {path} is of version {version}. Resume with the "
@@ -151,6 +154,7 @@ def _payload(path: Path) -> bytes:
 def _decode(path: Path) -> dict[str, Any]:
     payload = _payload(path)
     try:
+        # weights_only: a checkpoint may come from an untrusted source, and a pickle can run code.
         state = torch.load(io.BytesIO(payload), weights_only=True, map_location="cpu")
     except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, LookupError, TypeError) as error:
         raise _Bad(f"is intact but cannot be unpacked by torch {torch.__version__} ({error})") from error
@@ -217,6 +221,7 @@ _ABSENT = object()
 def code_digest() -> str:
     """The first 12 hex digits of the SHA-256 of Softcell's own source files, by name and content."""
     root, total = Path(softcell.__file__).parent, hashlib.sha256()
+    # Sorted and by relative names, so that the digest does not depend on the place of installation.
     for file in sorted(root.rglob("*.py")):
         total.update(str(file.relative_to(root)).encode() + b"\0" + file.read_bytes() + b"\0")
     return total.hexdigest()[:12]
@@ -253,6 +258,7 @@ def check_identity(state: Mapping[str, Any], now: Mapping[str, Any], folder: Pat
     added = {key: value for key, value in _DEFAULTS_OF_OLD_RUNS.items() if key in now["recipe"]}
     recipe = _changes({**added, **stored["recipe"]}, now["recipe"])
     hard = _differences(stored, now, ("kind", "seed"))
+    # The seed is a setting too, but is among the differences already.
     hard += [text for key, text in recipe.items() if key.partition(".")[0] not in _ROUNDING | {"seed"}]
     hard = hard or _differences(stored, now, ("splits",))  # which follow from data, recipe and seed
     if hard:
@@ -271,6 +277,7 @@ def check_identity(state: Mapping[str, Any], now: Mapping[str, Any], folder: Pat
 
 def check_data(stored: Mapping[str, Any], now: Mapping[str, Any], folder: Path) -> list[str]:
     """Raise `UserError` if the fingerprints of the data differ; different file times are only a note."""
+    # Runs of earlier versions have no fingerprint.
     if not stored or not now:
         return []
     changed = [key for key in now if key in stored and stored[key] != now[key]]

@@ -22,7 +22,7 @@ T = TypeVar("T")
 BUCKET_BYTES = 64 * 2**20
 # Rank 0 may evaluate or write a large checkpoint while the others wait for it.
 _TIMEOUT = timedelta(minutes=30)
-_SOON = timedelta(seconds=30)
+_SOON = timedelta(seconds=30)  # for torchrun's own store, which runs before the processes do
 _FOLDER = "softcell/folder"
 _VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
@@ -198,6 +198,7 @@ def same_everywhere(tensors: Iterable[Tensor], world: World) -> bool:
     if world.size == 1:
         return True
     mine = list(tensors)
+    # Shapes first: a broadcast between tensors of different sizes would fail or hang.
     forms = gather_objects([(tuple(tensor.shape), str(tensor.dtype)) for tensor in mine], world)
     if any(form != forms[0] for form in forms):
         return False

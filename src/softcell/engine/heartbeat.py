@@ -130,6 +130,7 @@ class Heartbeat:
             beats, exchanges = self._beats, self._exchanges
             unheard, heard = 0.0 if exchanges != heard else unheard + passed, exchanges
             for rank in self._others:
+                # Without a new exchange the counts are old, and say nothing about the other ranks.
                 silent[rank] = 0.0 if beats[rank] != seen[rank] else silent[rank] + (0.0 if unheard else passed)
             seen = beats
             found = self._gone(silent, unheard)
@@ -138,6 +139,7 @@ class Heartbeat:
                 if not lost.is_reported:
                     prefix = "" if self._world.is_main else f"rank {self._world.rank}: "
                     print(f"error: {prefix}{lost}", file=sys.stderr, flush=True)
+                # `sys.exit` would end this thread only, and the main thread may wait in a collective forever.
                 os._exit(EXIT_CODE)
 
     def _gone(self, silent: list[float] | None = None, unheard: float = 0.0) -> tuple[int | None, str] | None:
@@ -157,6 +159,7 @@ class Heartbeat:
                 return rank, "was killed or crashed"
             if rank not in self._left and is_silent:
                 return rank, silence
+        # Rank 0 may host the store, so once it has left, a missing store is no fault.
         if self._is_store_gone and 0 not in self._left:
             what = silence if unheard >= PATIENCE else UNREACHABLE
             if distributed.has_agent_store():
@@ -201,6 +204,7 @@ def _process_table() -> str | None:
 def _is_alive(process: int) -> bool:
     """Whether a process in the same table runs; one that has ended and waits for its parent does not."""
     try:
+        # The state follows the name in parentheses, which may itself contain spaces and parentheses.
         state = Path(f"/proc/{process}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0]
     except FileNotFoundError:
         return False

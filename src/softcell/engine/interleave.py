@@ -62,6 +62,7 @@ class RunState:
         self._own = [exchange(None) for exchange in PER_RUN_STATES]
         self._stream: torch.cuda.Stream | None = None
         if device.type == "cuda":
+            # torch has no default generators before this.
             torch.cuda.init()  # type: ignore[no-untyped-call]
             self._index = torch.cuda.current_device() if device.index is None else device.index
             self._stream = own_stream(self, self._index)
@@ -85,6 +86,7 @@ class RunState:
                     with torch.cuda.stream(self._stream):
                         yield
                 finally:
+                    # Read back, because a failed capture installs another state object (`CapturedStep._record`).
                     self._cuda = generator.graphsafe_get_state()
                     generator.graphsafe_set_state(before)
         finally:
@@ -101,6 +103,7 @@ class _Job:
 
     def advance(self) -> None:
         """Makes one step; at the end of the run raises StopIteration with its result."""
+        # Here and not in `Interleaved.add`: the set-up of a run draws random numbers, which must be its own.
         if self.steps is None:
             self.steps = next(self.running)
         try:

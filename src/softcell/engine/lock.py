@@ -169,6 +169,7 @@ def _lock(folder: Path) -> int:
             except FileNotFoundError:
                 is_current = False
             if is_current:
+                # On a full disk a part may be written without an error.
                 if os.pwrite(descriptor, b" " * RESERVE, len(_about())) < RESERVE:
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
                 return descriptor
@@ -225,4 +226,5 @@ def _may_be_alive(found: dict[str, Any]) -> bool:
         return False
     except (OSError, ValueError, OverflowError):
         return True
+    # This process does not hold the lock (`_acquire` would know), so an earlier one had the same number.
     return int(found["pid"]) != os.getpid()

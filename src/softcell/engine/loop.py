@@ -181,10 +181,11 @@ class _Loop:
         task, at = self.task, self.at
         bounded_epochs("epochs", task.num_epochs)
         budget = self.budget
-        if budget is None:
+        if budget is None:  # with a time limit alone, there may be a million epochs, which are not listed
             self.counts = [task.steps_in(epoch) for epoch in range(task.num_epochs)]
             self.done_before = [0, *itertools.accumulate(self.counts)]
         elif (at.epoch, at.step) == (0, 0):
+            # Only in a new run: a resumed one gets these times from its checkpoint (`_load`).
             (milliseconds,) = agree([int(1000 * budget.elapsed())], self.world)
             budget.used = budget.preparing = milliseconds / 1000
         self._emit(Started(at.epoch, at.step, task.num_epochs, 0.0 if budget is None else budget.seconds))
@@ -221,6 +222,7 @@ class _Loop:
             task.load_state_dict(self.restored["task"])
         batches = iter(task.batches(at.epoch, at.step))
         if self.restored is not None:
+            # Last, since everything above may draw: the next number must be that of the interrupted run.
             set_rng_state(self.restored["rng"], self.world.device)
             self.restored = None
         self.pace.mark()
@@ -270,6 +272,7 @@ class _Loop:
             if not saves and self.world.size == 1:
                 self._save()
             raise
+        # A signal at the very end changes nothing: the run is complete and saved.
         return 0 if last else number
 
     def _check(self, steps: int) -> int:
@@ -374,6 +377,7 @@ class _Loop:
 
     def _load(self, state: dict[str, Any]) -> None:
         """Restore the run from the checkpoint `state`."""
+        # First, because it adds this rank's part to the state that the task loads.
         self._restore_local(state)
         self.at = _Progress(
             state["epoch"], state["step"], state["seconds"], state["stopped"], History(state["history"])

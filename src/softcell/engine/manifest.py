@@ -100,6 +100,7 @@ _ABSENT = object()
 
 
 def _is_whole(value: Any) -> bool:
+    # The exact type, since `true` is an int by inheritance.
     return type(value) is int and 0 <= value < 2**63
 
 

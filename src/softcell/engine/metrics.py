@@ -38,6 +38,7 @@ def in_top(logits: Tensor, labels: Tensor, top: int = TOP) -> Tensor:
     """
     own, numbers = logits.gather(1, labels[:, None]), torch.arange(logits.shape[1], device=logits.device)
     stronger = (logits > own) | ((logits == own) & (numbers < labels[:, None]))
+    # Comparisons with NaN are false, so a true class with NaN would count as the strongest.
     return (stronger.sum(1) < top) & ~own.squeeze(1).isnan()
 
 
@@ -58,6 +59,7 @@ class Meter(nn.Module):
     @torch.no_grad()
     def update(self, loss: Tensor, logits: Tensor | None, labels: Tensor) -> None:
         """loss: mean over the batch []; logits [n, classes]; labels [n]."""
+        # A plain number also in a captured step, whose batches all have one size.
         count = labels.shape[0]
         self.sums[0] += loss.to(self.sums.dtype) * count
         self.sums[2] += count

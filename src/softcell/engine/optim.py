@@ -32,13 +32,14 @@ def apply_gradients(
 ) -> None:
     """Average gradients over ranks (unless `averaged`), clip them by norm (0: no clipping) and step.
 
-    A parameter whose gradient is None is left unchanged.
+    gradients: one per parameter, of its shape; a parameter whose gradient is None is left unchanged.
     """
     for parameter, gradient in zip(parameters, _owned(gradients), strict=True):
         parameter.grad = _laid_out_like(parameter, gradient)
     if not averaged:
         average_([p.grad for p in parameters if p.grad is not None], world)
     if clip > 0:
+        # After averaging, so that all ranks clip by the same norm.
         nn.utils.clip_grad_norm_(parameters, clip)
     optimiser.step()
     optimiser.zero_grad(set_to_none=True)
@@ -70,6 +71,7 @@ def _owned(gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
             first = int(gradient.storage_offset())
             span = (first, first + 1 + sum(last * step for last, step in strides))
             spans = taken.setdefault(storage, [])
+            # Spans in the list are disjoint, so only the two neighbours can overlap this one.
             place = bisect(spans, span)
             meets = any(one[0] < span[1] and span[0] < one[1] for one in spans[max(0, place - 1) : place + 1])
             if meets or any(step == 0 for _, step in strides):
@@ -93,6 +95,7 @@ def load_optimiser(optimiser: torch.optim.Optimizer, state: Mapping[str, Any]) -
         kept["lr"] = torch.full_like(own["lr"], rate) if isinstance(own["lr"], Tensor) else rate
         groups.append({**saved, **kept})
     optimiser.load_state_dict({"state": state["state"], "param_groups": groups})
+    # The state of a run on a CPU lacks momenta of parameters that had no gradient yet.
     if any(group.get("fused") for group in optimiser.param_groups):
         fill_momenta(optimiser)
 
@@ -377,8 +380,8 @@ def classification_step(
 ) -> tuple[Tensor, Tensor]:
     """One training step of a classifier; returns the loss [] of the main head and its logits [n, classes].
 
-    The objective is the cross-entropy plus `auxiliary` times that of the auxiliary tower, if there is one. also:
-    tensors that are averaged over the ranks together with the gradients.
+    The objective is the cross-entropy plus `auxiliary` times that of the auxiliary tower, if there is one. images:
+    [n, c, h, w]. labels: int64 [n]. also: tensors that are averaged over the ranks together with the gradients.
 
     network: a module whose `forward_with_auxiliary` gives both logits, the second None without a tower.
     """

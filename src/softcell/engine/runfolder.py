@@ -110,6 +110,7 @@ class RunFolder:
                 "another --out"
             ) from error
         folder = cls(path, copy.deepcopy(manifest))
+        # Before all other files, which are listed only in a folder that has a list (`list_file`).
         atomic_write_text(path / FILE_LIST, f"{HEADING}\n{FILE_LIST}\n")
         folder._write()
         remember_folder(path)
@@ -184,6 +185,7 @@ def entries(path: Path) -> list[Path]:
     """The entries of a folder, except its lock and temporary files that a killed run left behind."""
     if not path.is_dir():
         return []
+    # A file of this name without our heading belongs to another program and counts as an entry.
     own_list = FILE_LIST if listed_files(path) else LOCK
     return sorted(e for e in path.iterdir() if e.name not in (LOCK, own_list) and not _is_temporary(e))
 

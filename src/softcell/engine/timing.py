@@ -288,7 +288,9 @@ def choose_threads(task: Task, notify: Callable[[str], None], most: float) -> in
 def time_steps(task: Task, device: torch.device) -> float:
     """Median seconds of a step of a new task, after the steps in which it is captured."""
     task.begin_epoch(0)
+    # Made beforehand, so that no decoding of files is timed; small data may have fewer batches than are needed.
     batches = itertools.cycle(list(itertools.islice(task.batches(0, 0), WARMUP + TIMED)))
+    # After the eager steps one step is captured and one replayed.
     for batch in itertools.islice(batches, WARMUP + 2):
         task.step(batch)
     seconds = []
@@ -320,6 +322,7 @@ def seconds_per_step(task: Task, world: World, most: float) -> float:
                 task.step(next(batches))
                 times.append(time.perf_counter() - start)
             found = statistics.median(times)
+    # At least 1, because callers divide by the result.
     (microseconds,) = agree([max(1, int(1e6 * found))], world)
     return microseconds / 1e6
 

@@ -68,7 +68,8 @@ def predict(
 ) -> tuple[Measured, Predictions]:
     """Loss and accuracy of `forward` over all ranks, as from `measure`, and every single prediction.
 
-    Every image 0..`num_images` - 1 must be in exactly one rank's batches.
+    forward: images [n, c, h, w] to logits [n, classes]. Every image 0..`num_images` - 1 must be in exactly one rank's
+    batches.
     """
     meter = Meter(world.device)
     dtype = sum_dtype(world.device)
@@ -162,7 +163,7 @@ def _small(pixels: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class ImagePrediction:
-    """The most likely classes of an image file, the first one first; none, but an `error`, for an unreadable file.
+    """The most likely classes of an image file, in falling order; an unreadable file has an `error` instead.
 
     Example:
         >>> from pathlib import Path

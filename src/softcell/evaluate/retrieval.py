@@ -75,7 +75,7 @@ def retrieval_step(
 ) -> Tensor:
     """One step of network and proxies; returns the loss []. Nothing synchronises with the host.
 
-    also: tensors that are averaged over the ranks together with the gradients.
+    images [n, c, h, w]; labels int64 [n]. also: tensors that are averaged over the ranks together with the gradients.
     """
     loss: Tensor = criterion(network(images), labels)
     parameters = [*network.parameters(), *criterion.parameters()]
@@ -102,6 +102,7 @@ def recall_at(embeddings: Tensor, labels: Tensor, ranks: Sequence[int] = RANKS) 
         near[torch.arange(len(queries), device=x.device), queries] = -torch.inf  # never itself
         order = torch.argsort(near, dim=1, descending=True, stable=True)[:, : n - 1]
         right = labels[order] == labels[queries][:, None]
+        # As uint8, because `argmax` does not support bool; of equal values it gives the first.
         first[queries] = torch.where(right.any(1), right.to(torch.uint8).argmax(1), never)
     return {k: float((first < k).double().mean()) for k in ranks}
 

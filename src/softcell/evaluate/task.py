@@ -243,6 +243,7 @@ class TrainTask:
             with self._cells(), nullcontext() if self._average is None else self._average.applied():
                 held = measure(self.network, self._held.epoch(0), self.world)
             if self._budget is not None:
+                # The same on all ranks, which must decide alike whether to validate again (`_validates`).
                 (milliseconds,) = agree([int(1000 * (time.perf_counter() - began))], self.world)
                 self._validating += milliseconds / 1000
                 self._per_image = milliseconds / 1000 / self._num_held

@@ -212,6 +212,7 @@ def _train(
         scaled_to = dataset.scaled_to or dataset.shape[1:]
         network.inputs = Inputs(dataset.classes, dataset.mean, dataset.std, scaled_to, dataset.whole)
         begun = resume and on_main(lambda: checkpoint.exists(out), world)
+        # A resumed run gets its weights from the checkpoint, and the run they came from may be gone.
         initial = None if recipe.init is None or begun else load_initial(network, recipe.init)
         if initial is not None:
             notifier(on_event, world)(describe_initial(initial, recipe.holdout))
@@ -270,6 +271,7 @@ def _measure(
     measured: Measured | None = None
     answers: Predictions | None = None
     if recipe.task == "retrieve":
+        # Every rank measures all images, since each query is compared with all others.
         recall, count = measure_retrieval(network, dataset, replace(feeds, rank=0, world=1))
 
         def remember() -> None:
@@ -339,6 +341,7 @@ def prepare(
         quiet = notifier(None, world)  # the training itself says why its steps are not captured
         return TrainTask(tried, own, world, train=batches, held=None, notify=quiet, criterion=other)
 
+    # Still 0 only with a time limit (`train_steps`): such a run cannot be repeated bit for bit anyway.
     if recipe.threads == 0:
         alone = world.size == 1 and not is_gpu
         most = PROBING_SHARE * recipe.time

@@ -46,7 +46,8 @@ def runs_triton(x: Tensor) -> bool:
 def is_wanted(ctx: Any, number: int) -> bool:
     """In a backward pass: whether the gradient of this tensor is needed, by its number among the forward's.
 
-    `needs_input_grad` says only that it could be needed. torch does not know it of leaves; they count as wanted.
+    `needs_input_grad` says only that the tensor requires a gradient, not that this pass computes it. torch does not
+    know this of leaves, so they count as wanted.
     """
     node = ctx.next_functions[number][0]
     if node is None:
@@ -64,7 +65,7 @@ def by_twin(
 ) -> list[Tensor | None]:
     """The gradients of what `twin` makes of `given`, which can be differentiated once more, as a kernel's cannot.
 
-    Each of the tensors is taken for itself: where one was made from another, the way between them is not gone.
+    Each tensor counts as an independent input, even where one of them was computed from another.
     """
     own = [None if one is None else one.view_as(one) for one in given]
     known = [(y, grad) for y, grad in zip(twin(*own), grads, strict=True) if grad is not None]
@@ -104,7 +105,8 @@ class KeptTable:
     def __init__(self, rows: tuple[tuple[int, ...], ...], device: torch.device) -> None:
         own = torch.tensor(rows, dtype=torch.int32)
         self._copied: torch.cuda.Event | None = None
-        if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+        self._on_gpu = device.type == "cuda"
+        if not self._on_gpu or torch.cuda.is_current_stream_capturing():
             self.tensor = own.to(device)
             return
         self.tensor = own.pin_memory().to(device, non_blocking=True)
@@ -113,7 +115,10 @@ class KeptTable:
 
     def await_copy(self) -> None:
         # Before a capture begins everything has arrived, and a capture must not query events from outside.
-        if self._copied is None or torch.cuda.is_current_stream_capturing():
+        if self._on_gpu and torch.cuda.is_current_stream_capturing():
+            _captured.add(self)
+            return
+        if self._copied is None:
             return
         if current().early_launch:  # such kernels read tables before they wait for what precedes them
             self._copied.synchronize()
@@ -121,6 +126,10 @@ class KeptTable:
             self._copied = None
         else:
             self._copied.wait()
+
+
+_captured: set[KeptTable] = set()
+"""Never dropped, unlike others: a captured step keeps reading them, by an address that Python does not know."""
 
 
 @functools.lru_cache(maxsize=4096)

@@ -193,6 +193,7 @@ class _MixedCell(torch.autograd.Function):
         out_height, out_width = -(-height // program.stride), -(-width // program.stride)
         wide = torch.promote_types(dtype, torch.float32)
         buffer = weights.new_empty(program.planes, n, out_height, out_width, c)
+        # Without strides input nodes have the size of all others and are the first planes of the buffer.
         given = buffer if program.stride == 1 else weights.new_empty(program.inputs, n, height, width, c)
         for i, state in enumerate(states):
             given[i].copy_(state.permute(0, 2, 3, 1))
@@ -263,6 +264,7 @@ class _MixedCell(torch.autograd.Function):
             if shared is not None:
                 partial = shared.merge_tiles(partial, planes)
             normalise_gradient(partial, buffer, gradient, moments, planes, by_batch=ctx.by_batch)
+        # A node's gradient is complete once all its readers have added to it; then it is passed to its inputs.
         for node in reversed(range(program.nodes)):
             wave = program.wave_of(node)
             if wave is not None and node == wave.sources[-1]:
@@ -324,6 +326,7 @@ def _leave(
     input_gradient(gradient, weights, sums, parts)
     leaving = []
     for source, identities in zip(wave.sources, wave.identities, strict=True):
+        # Parts are ordered by source (`shares`), so those of one source are a range.
         own = [i for i, part in enumerate(parts) if part.group.source == source]
         pooled = next((p for p in wave.pools if p.source == source), None)
         leaving.append(Leaving(source, own[0] if own else 0, len(own), identities, pooled, adds))

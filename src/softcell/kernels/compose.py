@@ -61,6 +61,7 @@ def compose_gradient(
 def compose_gradient_reference(
     factors: Tensor, gradient: Tensor, factor_gradient: Tensor, recipes: Sequence[Recipe], channels: int
 ) -> None:
+    # A backward pass runs without gradients, which this needs.
     with torch.enable_grad():
         probe = factors.detach().requires_grad_()
         kernels = [_kernel(probe, r, channels).flatten() for r in recipes]

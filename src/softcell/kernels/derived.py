@@ -283,6 +283,7 @@ def _apply(stage: Stage, x: Tensor, parameters: Tensor) -> Tensor:
     x = F.relu(x)
     size = [-(-length // stage.stride) for length in x.shape[2:]]
     reach = (stage.size - 1) * stage.dilation + 1
+    # Padding after the last row and column; negative where windows end before them.
     after = [
         (s - 1) * stage.stride + reach - length - stage.padding for s, length in zip(size, x.shape[2:], strict=True)
     ]
@@ -318,6 +319,7 @@ class _DerivedCell(torch.autograd.Function):
         kept = [tensors[name] for name in ctx.kept]
         ctx.save_for_backward(parameters, running, factors, *inputs, *kept)
         ctx.set_materialize_grads(False)
+        # The state begins with mean, 1/√(variance + eps) and variance (`Forward.begin`).
         moments = tensors["state"].view(-1, program.planes, program.channels)[:3]
         ctx.mark_non_differentiable(moments)
         n, height, width, _ = inputs[-1].shape
@@ -341,6 +343,7 @@ class _DerivedCell(torch.autograd.Function):
             f"{name}_gradient": torch.empty_like(tensors[name]) for name in ("buffer", "given") if name in tensors
         }
         arrived = _rows_last(gradient, ctx.form.dtype).view(-1)
+        # The nodes lie side by side at the start of the buffer, and so do their gradients.
         tensors["buffer_gradient"][: arrived.numel()].copy_(arrived)
         triton_kernels("derived").backward_schedule(program, ctx.form, parameters.device).run(tensors)
         states = (tensors[f"input{i}_gradient"].view(x.shape).permute(0, 3, 1, 2) for i, x in enumerate(inputs))

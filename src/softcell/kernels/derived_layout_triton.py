@@ -77,7 +77,7 @@ class Blocks:
 
 
 MULTIPROCESSORS = 132
-"""Of an H100 or H200; elsewhere the last wave of programs is less full."""
+"""Multiprocessors of an H100 or H200; elsewhere the last wave of programs is less full."""
 
 OVERRIDES: dict[str, int] = {}
 """Fields of `Blocks` that are measured instead of the chosen ones (`benchmarks.derived`)."""
@@ -205,6 +205,7 @@ class Pass:
         self.out_height, self.out_width = -(-height // program.stride), -(-width // program.stride)
         self.rows_in, self.rows = n * height * width, n * self.out_height * self.out_width
         self.c = program.channels
+        # Three products in tf32 are as exact as one in float32. Products of bfloat16 ignore the setting.
         self.precision = "tf32x3" if self.dtype == torch.float32 else "tf32"
         self.blocks = blocks_for(self.c)
         self.block_c = min(self.blocks.channels, padded(self.c))

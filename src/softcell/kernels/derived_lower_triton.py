@@ -35,9 +35,8 @@ class Lowering(Pass):
         x: an input tensor, whose gradient is computed instead.
         """
         b, c, fan_in, external = self.blocks, self.c, stages[0].fan_in, x is not None
-        pulled = (
-            external or c > b.tile_pulled
-        )  # for one block of an input's channels after the other it would be repeated
+        # Where channels are several blocks, each of them would compute ∂y again.
+        pulled = external or c > b.tile_pulled
         g, y, rows, size = self.gradient, self.buffer, self.rows, (self.out_height, self.out_width)
         if external:
             g, y, rows, size = self.given_gradient, self.given, self.rows_in, (self.height, self.width)
@@ -65,7 +64,7 @@ class Lowering(Pass):
         )  # fmt: skip
 
     def _lower(self, stages, lowered, dy, outside):
-        """The same, a program for each block of rows and channels."""
+        """`_lower_tiles` of inner stages, with a program for each block of rows and channels."""
         p, c, border, block = self.program, self.c, lowered.border, self.blocks.lower_rows
         block_k = min(self.blocks.lower_inner, padded(c))
         apart = self._pull_dense(
@@ -111,7 +110,7 @@ class Lowering(Pass):
         )  # fmt: skip
 
     def _pull_dense(self, stages, gradient, y, dy, size, drops):
-        """Has ∂y of stages written ahead of `_lower` where that is chosen; returns what `_lower` is to know of it."""
+        """Writes ∂y of stages before `_lower` if `lower_apart` is set; returns arguments of `_lower` for that."""
         c, b = self.c, self.blocks
         depth = min(b.lower_pulled if b.lower_apart else b.lower_depth, padded(c))
         known = {"PULLED": bool(b.lower_apart), "WHOLE": self.columns_unit == c, "BLOCK_N": depth}
@@ -121,7 +120,7 @@ class Lowering(Pass):
         return known | {"num_stages": 1 if depth >= c else b.lower_stages}
 
     def _pull(self, stages, gradient, y, dy, size, drops):
-        """Has ∂y of stages written."""
+        """Launches the kernel that writes ∂y of stages."""
         self.schedule.launch(
             _pull_lines, self.flat_grid(self.n * size[0], len(stages), size[1] * self.pitch), gradient, y,
             self._scales(), self.slopes, dy, self.schedule.table(tuple(self._pull_fields(s.plane) for s in stages)),

@@ -32,6 +32,7 @@ def _moments_of(
         total += sums
         square += tl.where(ok, inner + count * off * off, 0.0)
     mean = tl.sum(total, 0) / rows
+    # Rounding may take the difference below 0.
     return mean, tl.maximum(tl.sum(square, 0) / rows - (mean - near) * (mean - near), 0.0)
 
 
@@ -282,6 +283,7 @@ def arrival_sums(run, jobs, planes):
     p, c = run.program, run.c
     blocks = triton.cdiv(c, run.block_c)
     block = max(1, run.blocks.sums_elements // run.block_c)
+    # 1,056 programs are eight for each of `MULTIPROCESSORS`.
     splits = max(1, min(triton.cdiv(run.rows, block), triton.cdiv(1056, len(jobs) * blocks)))
     each = triton.cdiv(triton.cdiv(run.rows, splits), block) * block
     splits = triton.cdiv(run.rows, each)

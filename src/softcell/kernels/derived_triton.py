@@ -45,9 +45,8 @@ class Forward(Stages):
             partial = self._partial(self.tiles(self.rows), p.planes)
         for number in range(p.inputs):
             stages = tuple(s for s in p.preprocess if s.source == -1 - number)
-            first = (
-                number + 1 < p.inputs and not self.form.known
-            )  # a pass without gradients is not recorded: Python decides
+            # A pass with given statistics is not recorded: there Python's time for a launch decides.
+            first = number + 1 < p.inputs and not self.form.known
             with self.beside() if first else nullcontext():
                 read = self._external(number)
                 self._run_stages(stages, read, self.given, early, (self.height, self.width), self.rows_in)
@@ -214,7 +213,7 @@ class Backward(Lowering):
         return lowered
 
     def _depthwise_results(self, stages, read):
-        """Those of the forward pass; computed again where what it read is given."""
+        """Depthwise results as maps: those that the forward pass kept, or computed again from `read`."""
         if read is None:
             return self.dense(stages, self.depthwise, self.numbers[stages[0]])
         to = self.temporary(len(stages) * self.rows * self.pitch, self.dtype)
@@ -334,6 +333,7 @@ def backward_schedule(program, form, device):
     return _scheduled(Backward, program, form, device, overridden())
 
 
+# The last argument is part of the key only: a plan depends on `OVERRIDES` too.
 @functools.lru_cache(maxsize=512)
 def _scheduled(kind, program, form, device, _):
     names = ("parameters", "running", "factors", "state", "depths")

@@ -234,7 +234,7 @@ def _finish_depths(
 
 
 SHARED_MEMORY = 227 * 1024
-"""Of a multiprocessor of an H100 or H200."""
+"""Bytes of shared memory of a multiprocessor of an H100 or H200."""
 
 
 def warps_for(block_n, block_k):

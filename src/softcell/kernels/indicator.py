@@ -23,7 +23,7 @@ from softcell.kernels.product import product
 LARGEST = 2**15
 """Bytes of a map, its sides rounded up to powers of two, that one program's registers hold."""
 TOKENS = 16
-"""Places of a summary: of more the products that pool them would take more shared memory than any GPU has."""
+"""Most places of a summary: products that pool more would take more shared memory than any GPU has."""
 
 
 class Laid(NamedTuple):
@@ -106,7 +106,7 @@ def pooled(x: Tensor, sides: tuple[int, int], exact: torch.dtype) -> Tensor:
 
 
 def indicate_by(small: Tensor, x: Tensor, laid: Laid, form: Form) -> tuple[Tensor, Tensor]:
-    """The same, given the summaries [g·m, n, d] of the maps."""
+    """`indicate_reference`, given the summaries [g·m, n, d] of the maps."""
     g, m = laid.positions.shape[:2]
     _, n, h, w, c = x.shape
     small = small.view(g, m, n, -1)

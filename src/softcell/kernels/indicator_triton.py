@@ -17,7 +17,7 @@ BLOCK = 256
 SAMPLES = 16
 """Images that it adds at a time."""
 SMALL = ["shift_ptr", "itself_ptr", "zeros_ptr", "narrow_bias_ptr"]
-"""What may begin anywhere, being a group's share of something small: not worth a compilation for every case."""
+"""Pointers to parts of small tensors. Their alignment differs by group, which is not worth further compilations."""
 
 
 @triton.jit
@@ -53,6 +53,7 @@ def _token(x, windows, position, here, eps, SHARE: tl.constexpr, D: tl.constexpr
 
 @triton.jit
 def _one_of(values, k, KB: tl.constexpr):
+    # Triton cannot index values in registers.
     return tl.sum(tl.where(tl.arange(0, KB) == k, values, 0.0), 0)
 
 

@@ -13,7 +13,7 @@ import triton.language as tl
 TILE = 1024
 """Numbers of a tile, about."""
 PROGRAMS = 4096
-"""That share the sums over all pixels, about: enough to fill a GPU, few enough that what they leave is small."""
+"""About as many programs share the sums over all pixels: they fill a GPU, and the partial sums stay small."""
 
 
 @triton.jit
@@ -41,6 +41,7 @@ def _forward(
     q = tl.load(packed_ptr + at, mask=ok, other=0.0).to(tl.float32)
     i = (m % (height * width)) // width
     j = m % width
+    # Not -inf: before the first neighbour the scale below would be exp(-inf + inf), which is NaN.
     largest = tl.full((BLOCK, HB), -1e30, dtype=tl.float32)
     total = tl.zeros((BLOCK, HB), dtype=tl.float32)
     y = tl.zeros((BLOCK, HB, DB), dtype=tl.float32)
@@ -61,6 +62,7 @@ def _forward(
         total = total * scale + weight
         y = y * scale[:, :, None] + weight[:, :, None] * value
         largest = larger
+    # Rows beyond the last pixel have no neighbours: 0 / 0 otherwise.
     total = tl.where(m_ok[:, None], total, 1.0)
     y = y / total[:, :, None]
     to = m.to(tl.int64)[:, None, None] * C + channel[None]

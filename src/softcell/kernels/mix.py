@@ -37,7 +37,7 @@ def copies_cheaply(x: Tensor) -> bool:
 
 
 def small_weighted_sum(inputs: Sequence[Tensor], weights: Tensor) -> Tensor:
-    """The same for small inputs, where m of them may take two launches instead of m, and backward two instead of 2m."""
+    """`weighted_sum` of m small inputs: on a GPU two launches instead of m, and backward two instead of 2m."""
     if len(inputs) == 1 or not copies_cheaply(inputs[0]):
         return weighted_sum(inputs, weights)
     with torch.autocast(inputs[0].device.type, enabled=False):  # sums keep the type of their terms
@@ -47,7 +47,7 @@ def small_weighted_sum(inputs: Sequence[Tensor], weights: Tensor) -> Tensor:
 
 
 def stacked_sum(x: Tensor, weights: Tensor) -> Tensor:
-    """The same for inputs that are stored in one tensor: x [n, m, c, h, w] and weights [m] to [n, c, h, w]."""
+    """`weighted_sum` of inputs that are stored in one tensor: x [n, m, c, h, w] and weights [m] to [n, c, h, w]."""
     return _StackedSum.apply(x, weights)  # type: ignore[no-any-return, no-untyped-call]
 
 

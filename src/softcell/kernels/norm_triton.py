@@ -135,9 +135,8 @@ def _combine(
     total = tl.zeros((BLOCK, CB), dtype=tl.float32)
     shift = tl.zeros((CB,), dtype=tl.float32)
     for t in range(0, num_terms, UNROLL):
-        if (
-            AHEAD and not BY_CHANNEL
-        ):  # everything is read before the first value is used, so that reads do not wait for each other
+        # Ahead: everything is read before the first value is used, so that reads do not wait for each other.
+        if AHEAD and not BY_CHANNEL:
             rows_read = ()
             for i in tl.static_range(UNROLL):
                 row = terms_ptr + (t + i) * 5
@@ -353,7 +352,7 @@ def normalise_gradient(partial, y, dy, moments, planes, *, by_batch):
 
 
 def _dropping(buffer, factors):
-    """The settings of drop-path, and the pointer that means none."""
+    """The arguments of a kernel that depend on drop-path."""
     area = buffer.shape[2] * buffer.shape[3]
     return {"area": area, "samples": buffer.shape[1], "DROPS": factors is not None}
 
@@ -364,6 +363,7 @@ def combine(buffer, moments, mix, factors, node, terms):
         return
     settings, rows = _sizes(buffer)
     listed = [(t.plane, t.weight, int(t.normed), 1, t.choice) for t in terms]
+    # Filled up to a multiple of UNROLL with terms that count 0.
     listed += [(*listed[0][:3], 0, 0)] * (-len(listed) % UNROLL)
     block = _rows(settings, 1024)
     _combine[(triton.cdiv(rows, block),)](

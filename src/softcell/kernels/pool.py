@@ -38,8 +38,8 @@ class Pool:
 class Leaving:
     """All outputs of a node: parts first…first+count-1 of the convolutions' input gradient, its pools, and identities.
 
-    `identities`: (plane of the target node, index of the mixing weight, choice); 0 where weights are per channel: the
-    first of them is one. `adds`: the node's gradient already holds something, to be kept.
+    `identities`: (plane of the target node, index of the mixing weight, choice). Where weights are per channel, the
+    index is 0: the first row of such a mix is ones. `adds`: the node's gradient already holds something, to be kept.
     """
 
     source: int
@@ -126,6 +126,7 @@ def _pool_gradient(image: Tensor, dy: Tensor, winners: Tensor, p: Pool) -> Tenso
         flat = (row * width + column).flatten(1, 2)
         total.view(n, -1, c).scatter_add_(1, flat, dy[p.largest].flatten(1, 2))
     if p.average != NONE:
+        # A backward pass runs without gradients, which this needs.
         with torch.enable_grad():
             probe = torch.zeros_like(image).permute(0, 3, 1, 2).requires_grad_()
             y = average_pool(probe, p.stride)

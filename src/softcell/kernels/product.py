@@ -16,7 +16,7 @@ from torch import Tensor
 from softcell.kernels.backend import is_wanted
 
 PARTS = 64
-"""Of the rows that the gradient of a weight is summed over."""
+"""The most parts that the rows are cut into, over which the gradient of a weight is summed."""
 
 
 class _Product(torch.autograd.Function):
@@ -41,6 +41,7 @@ class _Product(torch.autograd.Function):
 def _of_rows(x: Tensor, gradient: Tensor) -> Tensor:
     """Σ over rows of x [g, rows, c] times gradient [g, rows, d]: [g, c, d]"""
     (g, rows, c), d = x.shape, gradient.shape[2]
+    # Parts of one batched product must be equally long.
     parts = math.gcd(rows, PARTS)
     products = torch.bmm(x.reshape(g * parts, -1, c).transpose(1, 2), gradient.reshape(g * parts, -1, d))
     return products.view(g, parts, c, d).sum(1)

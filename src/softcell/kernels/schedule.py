@@ -71,7 +71,8 @@ class Launch:
 def second_stream(device: torch.device, number: int) -> torch.cuda.Stream:
     """One for each stream that forks work, by its number, so that independent steps do not wait for each other.
 
-    Its priority is the lowest: what runs alongside may wait for what the next launches need.
+    Its priority is torch's default, the lowest; recorded steps run on streams of a higher one (`engine.capture`). What
+    runs alongside waits for what the next launches need.
     """
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 

@@ -150,6 +150,7 @@ def weight_gradient_reference(x: Tensor, dy: Tensor, out: Tensor, groups: Sequen
     channels = x.shape[-1]
     for g in groups:
         size = g.count * channels * g.window.taps * channels
+        # A backward pass runs without gradients, which this needs.
         with torch.enable_grad():
             probe = torch.zeros(size, dtype=x.dtype, device=x.device, requires_grad=True)
             moved = Group(g.window, g.source, g.first, g.count, 0)
@@ -165,6 +166,7 @@ def apply_group(image: Tensor, weights: Tensor, g: Group, size: Sequence[int], *
     kernel = weights[g.offset : g.offset + count].view(g.count * c, window.size, window.size, c).permute(0, 3, 1, 2)
     x = image.permute(0, 3, 1, 2)
     reach = (window.size - 1) * window.dilation + 1
+    # Padding after the last row and column; negative where windows end before them.
     after = [
         (s - 1) * window.stride + reach - length - window.padding
         for s, length in zip(size, (height, width), strict=True)

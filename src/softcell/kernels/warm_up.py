@@ -8,7 +8,10 @@ where the first step finds them. There are two ways to know them:
     warm_up_by_run    searches, and networks without schedules: a dry run of the step, in which nothing is launched;
                       workers compile while it still runs
 
-`SOFTCELL_COMPILE_AHEAD=0` disables both: kernels are then compiled on first use.
+`workers_ready` starts the workers earlier, if the cache is empty: loading PyTorch and Triton takes them seconds, in
+which data and networks can be prepared.
+
+`SOFTCELL_COMPILE_AHEAD=0` disables all of it: kernels are then compiled on first use.
 """
 
 from __future__ import annotations
@@ -33,6 +36,8 @@ from softcell.text import count_of
 
 MARKS = "softcell-compiled"
 """The folder in Triton's cache with an empty file for everything that a warm-up has compiled."""
+LOCK = "lock"
+"""The file in that folder that one process at a time holds."""
 SWITCH = "SOFTCELL_COMPILE_AHEAD"
 MOST_SECONDS = 600.0
 """A worker that takes longer is ended; its kernels are compiled on first use."""
@@ -107,7 +112,7 @@ def compilations(schedules: Iterable[Schedule]) -> list[Compilation]:
 
 
 def current_target() -> Target:
-    """That of the current device."""
+    """The target of the current device."""
     from triton.runtime import driver  # type: ignore[import-not-found, unused-ignore]
 
     target = driver.active.get_current_target()
@@ -124,7 +129,7 @@ def warm_up_by_run(run: Callable[[], None], notify: Notify | None = None) -> int
 
     run: called once within `dry_launches`. If it fails, what it launched before is compiled and the error is raised.
     """
-    with Compiler(current_target(), notify=notify) as compiler, dry_launches(compiler.submit):
+    with _compiler(current_target(), notify=notify) as compiler, dry_launches(compiler.submit):
         run()
     return compiler.num_missing
 
@@ -133,46 +138,97 @@ def compile_all(
     jobs: Iterable[Compilation], target: Target, processes: int | None = None, notify: Notify | None = None
 ) -> int:
     """Compile into Triton's cache what no earlier warm-up compiled; returns how many kernels that were."""
-    with Compiler(target, processes, notify) as compiler:
+    with _compiler(target, processes, notify) as compiler:
         for job in jobs:
             compiler.submit(job)
     return compiler.num_missing
 
 
+_early: Compiler | None = None
+"""Its workers run already; the next warm-up takes it."""
+
+
+@contextmanager
+def workers_ready(wanted: bool = True) -> Iterator[None]:
+    """Within this context workers are started at once if `wanted` and no warm-up has compiled anything yet.
+
+    The first warm-up in the context uses them. If there is none, they end with the context.
+    """
+    global _early
+    own: Compiler | None = None
+    if wanted and _early is None and is_enabled() and _is_cold():
+        _early = own = Compiler(None)
+        own.start()
+    try:
+        yield
+    finally:
+        if own is not None and _early is own:
+            _early = None
+            own.close()
+
+
+def _is_cold() -> bool:
+    """Whether the cache has no mark. If it has some, few kernels are missing, and their workers start when needed."""
+    return all(mark.name == LOCK for mark in _marks().iterdir())
+
+
+def _compiler(target: Target, processes: int | None = None, notify: Notify | None = None) -> Compiler:
+    """One whose workers run already, or a new one."""
+    global _early
+    if _early is None or processes is not None:
+        return Compiler(target, processes, notify)
+    found, _early = _early, None
+    found.assign(target, notify)
+    return found
+
+
 class Compiler:
     """Worker processes that compile kernels into Triton's cache, within a context whose end waits for them.
 
-    Workers start with the first kernels that are submitted and missing. Processes that share a cache (ranks, several
-    searches) take turns: the second one finds what the first has compiled. A kernel that cannot be compiled is left to
-    its first launch, which reports the reason.
+    Workers start with the first kernels that are submitted and missing, unless `start` was called before. Processes
+    that share a cache (ranks, several searches) take turns: the second one finds what the first has compiled. A kernel
+    that cannot be compiled is left to its first launch, which reports the reason.
 
-    processes: how many workers at most; None: one per core.
+    target: None: given later, by `assign`. processes: how many workers at most; None: one per core.
     """
 
-    def __init__(self, target: Target, processes: int | None = None, notify: Notify | None = None) -> None:
+    def __init__(self, target: Target | None, processes: int | None = None, notify: Notify | None = None) -> None:
         self.num_missing = 0
         self._target, self._notify = target, notify
         self._most = processes or _num_cores()
         self._marks = _marks()
         self._workers: list[subprocess.Popen[bytes]] = []
         self._resources = ExitStack()  # the lock, the folder of jobs, the pipe
+        self._is_alone = False
         self._folder: Path | None = None
         self._began = time.perf_counter()
 
+    def start(self) -> None:
+        """Start all workers, which then wait for jobs."""
+        folder = self._open()
+        self._workers += [self._start(folder) for _ in range(self._most)]
+
+    def assign(self, target: Target, notify: Notify | None) -> None:
+        self._target, self._notify, self._began = target, notify, time.perf_counter()
+
     def submit(self, job: Compilation) -> None:
         """Have a worker compile `job` unless an earlier warm-up did."""
+        assert self._target is not None
         mark = self._marks / _digest(job, self._target)
         if mark.exists():
             return
-        if self._folder is None:
-            self._folder = self._open()
+        if not self._is_alone:
+            self._resources.enter_context(_alone(self._marks / LOCK))
+            self._is_alone = True
             if mark.exists():  # another process has compiled it meanwhile
                 return
+        folder = self._folder or self._open()
         number, self.num_missing = self.num_missing, self.num_missing + 1
-        (self._folder / str(number)).write_text(json.dumps([self._target, job]))
+        (folder / str(number)).write_text(json.dumps([self._target, job]))
+        # So few bytes go into a pipe at once: no worker reads a part of a number.
         os.write(self._queue, number.to_bytes(4, "big"))
         if len(self._workers) < self._most:
-            self._workers.append(self._start(self._folder))
+            self._workers.append(self._start(folder))
 
     def __enter__(self) -> Self:
         return self
@@ -180,15 +236,19 @@ class Compiler:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self.close(wait=self.num_missing > 0 and (kind is None or issubclass(kind, Exception)))
+
+    def close(self, wait: bool = False) -> None:
+        """End the workers. wait: for what was submitted."""
         with self._resources:
             if self._folder is None:
                 return
             os.write(self._queue, END * len(self._workers))
             try:
                 if self._notify is not None and self.num_missing:
-                    cores = count_of(len(self._workers), "core")
+                    cores = count_of(min(len(self._workers), self.num_missing), "core")
                     self._notify(f"compiling {count_of(self.num_missing, 'kernel')} on {cores}")
-                if kind is None or issubclass(kind, Exception):
+                if wait:  # not after Ctrl-C
                     end = time.monotonic() + MOST_SECONDS
                     for worker in self._workers:
                         with suppress(subprocess.TimeoutExpired):
@@ -202,8 +262,7 @@ class Compiler:
             self._notify(f"compiled {count_of(self.num_missing, 'kernel')} in {seconds:.0f} s")
 
     def _open(self) -> Path:
-        self._resources.enter_context(_alone(self._marks / "lock"))
-        folder = Path(self._resources.enter_context(TemporaryDirectory(prefix="softcell-")))
+        folder = self._folder = Path(self._resources.enter_context(TemporaryDirectory(prefix="softcell-")))
         # All workers read one pipe: the next free one takes the next number.
         self._numbers, self._queue = os.pipe()
         for end in (self._numbers, self._queue):
@@ -216,6 +275,7 @@ class Compiler:
             [sys.executable, "-m", "softcell.kernels.warm_up", str(folder)],
             stdin=self._numbers,
             stdout=subprocess.DEVNULL,
+            # One thread each: there is a worker per core.
             env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path},
         )
 
@@ -243,9 +303,11 @@ def build_launcher(job: Compilation, kernel: Any, claims: Path) -> None:
 
     given = json.loads(job.specialization)
     types = repr((list(given["signature"].values()), given["constant_keys"]))
-    with suppress(FileExistsError):
+    try:
         (claims / hashlib.sha256(types.encode()).hexdigest()).touch(exist_ok=False)
-        CudaLauncher(kernel.src, kernel.metadata)
+    except FileExistsError:
+        return
+    CudaLauncher(kernel.src, kernel.metadata)
 
 
 def _tuples(value: Any) -> Any:
@@ -253,7 +315,7 @@ def _tuples(value: Any) -> Any:
 
 
 def _reduced(specialization: str) -> str:
-    """Without the key of Triton's cache in memory, which says the same again."""
+    """A specialization without its key in Triton's cache in memory, which repeats the rest."""
     given = json.loads(specialization)
     del given["key"]
     return json.dumps(given)  # the order of a signature matters
@@ -270,6 +332,7 @@ def _marks() -> Path:
 def _digest(job: Compilation, target: Target) -> str:
     import triton  # type: ignore[import-not-found, unused-ignore]
 
+    # Triton's hash of the kernel's source and of all functions that it calls.
     source = getattr(importlib.import_module(job.module), job.name).cache_key
     return hashlib.sha256(repr((triton.__version__, source, tuple(target), tuple(job))).encode()).hexdigest()
 
@@ -282,8 +345,11 @@ def _num_cores() -> int:
 @contextmanager
 def _alone(lock: Path) -> Iterator[None]:
     """Waits until no other process of this machine is in this context; where files cannot be locked, does not wait."""
-    import fcntl
-
+    try:
+        import fcntl
+    except ImportError:  # Windows
+        yield
+        return
     with lock.open("w") as file:
         with suppress(OSError):
             fcntl.flock(file, fcntl.LOCK_EX)  # ends with the process, however that ends
@@ -294,6 +360,7 @@ def _work(folder: Path) -> None:
     """The body of a worker: compiles jobs whose numbers it reads until there are no more."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C reaches workers too; they end without a traceback
     marks = _marks()
+    importlib.import_module("triton.compiler")  # before the first job, for which an early worker still waits
     while (number := os.read(sys.stdin.fileno(), 4)) not in (END, b""):
         target, job = json.loads((folder / str(int.from_bytes(number, "big"))).read_text())
         target, job = Target(*target), Compilation(*job)

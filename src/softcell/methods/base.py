@@ -234,6 +234,7 @@ class Masks(nn.Module):
             for name in excludes:
                 left = mask & ~table.columns(name)
                 mask = torch.where(left.any(1, keepdim=True), left, mask)
+            # Not saved: masks follow from the layout.
             self.register_buffer(table.name, mask, persistent=False)
         self._members = nn.Module()  # bool [contests, choices] of the tables that have contests
         for table in layout.tables:
@@ -284,6 +285,7 @@ class SoftmaxMethod(Method):
         return WeightMix(self.layout, self.probabilities())
 
     def probabilities(self) -> dict[str, Tensor]:
+        # DARTS, Eq 2; NOS, Eq 7; full attention, Eq 1.
         return {name: self.masks.softmax(name, alpha) for name, alpha in self.alpha.items()}
 
 

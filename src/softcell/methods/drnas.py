@@ -42,6 +42,7 @@ def pathwise(c: Tensor, gammas: Tensor, mask: Tensor) -> Tensor:
     c, gammas from Gamma(c, 1) and mask [..., n] to [..., n]; padding is exactly 0.
     """
     real = torch.where(mask, gammas.to(c.dtype), 0.0)
+    # torch bounds gammas by the smallest normal number, so the sum is never 0.
     sample: Tensor = _Pathwise.apply(c, real / real.sum(-1, keepdim=True), mask)  # type: ignore[no-untyped-call]
     return sample
 
@@ -60,17 +61,20 @@ class _Pathwise(torch.autograd.Function):
         (gradient,) = gradients
         bounds = torch.finfo(c.dtype)
         total = torch.where(mask, c, 0.0).sum(-1, keepdim=True)
+        # Padding gets the arguments of a uniform Beta(1, 1), where the gradient is finite; it is masked below.
         slope = torch._dirichlet_grad(
             torch.where(mask, sample.clamp(bounds.tiny, 1.0 - bounds.eps), 0.5),
             torch.where(mask, c, 1.0),
             torch.where(mask, total, 2.0),
         )  # -(∂F/∂c_i) / (f · (1 - θ_i))
         slope = torch.where(mask, slope, 0.0)
+        # Σ_j gradient_j · ∂θ_j/∂c_i
         return slope * (gradient - (sample * gradient).sum(-1, keepdim=True)), None, None
 
 
 def divergence(c: Tensor, mask: Tensor) -> Tensor:
     """KL(Dirichlet(c) || Dirichlet(1)) per row: c, mask [..., n] to [...]; padding is ignored."""
+    # Padding counts as c = 1, whose terms are 0: ln Γ(1) and c - 1.
     real = torch.where(mask, c, 1.0)
     total = torch.where(mask, c, 0.0).sum(-1)
     gained = ((real - 1.0) * (torch.digamma(real) - torch.digamma(total)[..., None])).sum(-1)

@@ -104,11 +104,13 @@ def above_threshold(p_hat: Tensor, t: Tensor, members: Tensor) -> Tensor:
 def operation_normalised(q: Tensor) -> Tensor:
     """q̂ (Eq 9): the coefficients [choices, width] of every kept edge sum to 1, those of other edges are 0."""
     total = q.sum(1, keepdim=True)
+    # A removed edge is 0 / 1, not 0 / 0.
     return q / torch.where(total > 0, total, 1.0)
 
 
 def sparsity(beta: Tensor) -> Tensor:
     """The mean over nodes of -log t (Eq 11): β [nodes] to []."""
+    # -log sigmoid(β), finite for every β.
     return F.softplus(-beta).mean()
 
 
@@ -238,6 +240,7 @@ class _EngineTransit(Method):
                 continue
             table = self.layout.sites[site]
             if self.planner.widens:
+                # Eq 6: a coefficient of 1 for what is derived, 0 for what runs without being derived.
                 masked[site] = live, (weights[table] > 0).to(weights[table].dtype)
             else:
                 picked[site] = live, self._ones_at(table, live, weights[table])
@@ -252,6 +255,7 @@ class _EngineTransit(Method):
         if key not in self._ones:
             width = like.shape[1]
             ones = torch.tensor([[float(k in row) for k in range(width)] for row in live], dtype=like.dtype)
+            # A copy from memory that is not pinned synchronises with the device.
             if like.is_cuda:
                 ones = ones.pin_memory()
             self._ones[key] = ones.to(like.device, non_blocking=True)
@@ -327,6 +331,7 @@ def _widened(live: Live | None, near: Live | None, before: Live | None) -> Live 
         return live
     enough = all({*now} <= {*then} for now, then in zip(live, before, strict=True))
     wide = tuple(tuple(sorted({*now, *then})) for now, then in zip(live, near, strict=True))
+    # Each plan needs its own CUDA graph: keep the last one until another saves a fifth of its connections.
     return before if enough and sum(map(len, wide)) > 0.8 * sum(map(len, before)) else wide
 
 

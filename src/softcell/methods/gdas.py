@@ -2,7 +2,7 @@
 
     §3.2    one operation per edge, drawn with probability p = softmax(A)           -> `Gdas.probabilities`
             h = one_hot(argmax_k(log p_k + o_k)), o from Gumbel(0, 1)               -> `harden`
-            its relaxation softmax((log p + o) / τ) gives the gradient              -> `arch.relax.concrete`
+            its relaxation softmax((log p + o) / τ) gives the gradient              -> `concrete` (`softcell.arch.mix`)
             x_i = Σ_k h^k F_k(x_j); only the sampled operation runs                 -> `Gdas.relax`
             only the gradient of h at the sampled operation is used                -> `straight_through`
             weights learn on one half of the images, A on the other                 -> bilevel steps
@@ -43,6 +43,7 @@ def harden(relaxed: Tensor, mask: Tensor, members: Tensor | None = None) -> Tens
 
     relaxed, mask [choices, width] and members bool [contests, choices] to [choices, width].
     """
+    # Relaxed weights are never negative, so padding cannot win.
     rows = _one_hot(relaxed.masked_fill(~mask, -1.0))
     if members is None:
         return rows

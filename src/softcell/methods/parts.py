@@ -186,6 +186,7 @@ class PathPlanner(Planner):
     def __init__(self, owner: nn.Module, layout: Layout, path: Callable[[str], Plan]) -> None:
         super().__init__()
         owner.register_buffer("key", torch.randint(2**31, (1,)))
+        # A checkpoint replaces the key.
         owner.register_load_state_dict_post_hook(self._forget_key)  # type: ignore[no-untyped-call]
         self._owner, self._layout, self._path = owner, layout, path
         self._known_key: int | None = None
@@ -267,6 +268,7 @@ class _ReluCodes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
+        # ReLU6 is dispatched as hardtanh.
         if func in (torch.ops.aten.relu.default, torch.ops.aten.hardtanh.default):
             code = (output > 0).flatten(1).to(torch.float64)
             self.kernel += (code @ code.T + (1 - code) @ (1 - code).T).cpu()

@@ -35,7 +35,7 @@ def edge_groups(table: Table) -> Tensor:
 
 
 def edge_weights(logits: Tensor, groups: Tensor) -> Tensor:
-    """Softmax over the edges of each group: logits β [choices] and groups bool [groups, choices] to [choices]."""
+    """Softmax over the edges of each group (Eq 3): logits β [choices], groups bool [groups, choices] to [choices]."""
     shares = torch.softmax(logits.masked_fill(~groups, -torch.inf), dim=-1)  # [groups, choices]
     return shares.sum(0)  # an edge is in one group, and has 0 in all others
 

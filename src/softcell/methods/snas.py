@@ -134,6 +134,7 @@ class Snas(Method):
         self.masks = Masks(layout)
         self.register_buffer("temperature", torch.tensor(settings.first_temperature))
         for table in layout.tables:
+            # Not part of the method's state: the search saves these sums within an epoch (`Observer.sums`).
             self.register_buffer(f"credit_{table.name}", torch.zeros(table.shape), persistent=False)
         if settings.record_credit:
             self.observer = _CreditObserver(self)
@@ -153,7 +154,7 @@ class Snas(Method):
         return {"temperature": self.temperature}
 
     def _sample(self, table: str) -> Tensor:
-        """Z [choices, width]; drawn in float32, so that the precision of a run does not change its samples."""
+        """Z [choices, width] (Eq 5); drawn in float32, so that the precision of a run does not change its samples."""
         log_alpha = self.log_alpha[table]
         uniform = draw_uniform(*log_alpha.shape, device=log_alpha.device)
         members = self.masks.members(table)

@@ -41,9 +41,10 @@ from softcell.nn.norm import BatchNorm2d
 EXTENTS = (3, 5, 7)
 HEADS = (4, 8)
 DENSE = 4
-"""Maps of at most this many neighbourhoods are computed from all pairs of pixels,"""
+"""Maps of at most this many neighbourhoods are computed from all pairs of pixels."""
 SMALL = 64
-"""and so are those of at most this many pixels."""
+"""Maps of at most this many pixels are computed from all pairs, too."""
+# Not empty within `shifts_only`; a list, so that contexts nest.
 _SHIFTS_ONLY: list[bool] = []
 
 
@@ -73,6 +74,7 @@ def _attend_shifted(q: Tensor, k: Tensor, v: Tensor, rows: Tensor, columns: Tens
     reach = extent // 2
     around = (reach, reach, reach, reach)
     keys, values = F.pad(k, around), F.pad(v, around)
+    # Keys of the padding are 0, which would give logits of 0: pixels outside must get -inf.
     inside = F.pad(torch.ones(height, width, dtype=q.dtype, device=q.device), around)
     by_row = torch.einsum("nedhw,edk->nekhw", q, rows)
     by_column = torch.einsum("nedhw,edk->nekhw", q, columns)
@@ -113,6 +115,7 @@ def _lined_up(embeddings: Tensor, side: int) -> Tensor:
     """[heads, d, extent] to those from each of `side` positions i to each a, [heads, d, i, a]; 0 beyond the extent."""
     reach = embeddings.shape[-1] // 2
     wide = F.pad(embeddings, (side, side))
+    # Entry a of slice i is embedding a - i + reach, or padding.
     return torch.stack([wide[..., side + reach - i : 2 * side + reach - i] for i in range(side)], 2)
 
 

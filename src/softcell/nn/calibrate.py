@@ -120,6 +120,7 @@ class DynamicKernel(Calibration):
         n, size = x.shape[0], self.size
         compressed = F.relu(self.norm(self.compress(x))).flatten(2)  # [n, c/8, h·w]
         weights = torch.softmax(self.score(x).flatten(2), dim=2)  # [n, k², h·w]
+        # Autocast leaves the result of a softmax in float32.
         latent = torch.matmul(compressed, weights.transpose(1, 2).to(compressed.dtype))  # [n, c/8, k²]
         taps = self.decode(latent.reshape(n, -1, size, size)).flatten(2)  # [n, c, k²]
         return torch.softmax(taps, dim=2).reshape(n, -1, size, size)
@@ -139,6 +140,7 @@ def calibrated(base: Tensor, made: Sequence[tuple[Calibration, Tensor]]) -> Tens
     others: list[Tensor] = []
     for module, one in made:
         kind = type(module)
+        # A subclass with its own `applied` is not merged: it is called below.
         if isinstance(module, DynamicKernel) and kind.applied is DynamicKernel.applied:
             known = kernels.get(module.dilation)
             kernels[module.dilation] = one if known is None else _centred_sum(known, one)
@@ -146,6 +148,7 @@ def calibrated(base: Tensor, made: Sequence[tuple[Calibration, Tensor]]) -> Tens
             attentions[kind] = attentions[kind] + one if kind in attentions else one
         else:
             others.append(module.applied(base, one))
+    # The kernel of one dilation runs in one pass with base and attentions; others add a term each.
     *more, last = kernels.items() or ((1, None),)
     others += [convolve(base, kernel, dilation) for dilation, kernel in more]
     channel, spatial = attentions.get(ChannelAttention), attentions.get(SpatialAttention)

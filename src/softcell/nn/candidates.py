@@ -120,6 +120,7 @@ def candidate(
         if not name.isidentifier():
             raise UserError(f"a candidate's name must be a plain identifier such as 'sep_conv_3x3', got {name!r}")
         known = _REGISTRY.get(name)
+        # The same module may register again: a plugin that failed is executed a second time.
         if known is not None and known.build.__module__ != build.__module__:
             raise UserError(f"candidate {name!r} already exists (from {known.build.__module__}); choose another name")
         shares = shared if callable(shared) else (lambda _: bool(shared))

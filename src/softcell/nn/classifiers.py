@@ -31,6 +31,7 @@ class Classifier(nn.Module, ABC):
 
     def __init__(self) -> None:
         super().__init__()
+        # Training moves the drop-path schedule of every network.
         self.drop_path = DropPath(0.0)
 
     @abstractmethod
@@ -178,7 +179,7 @@ class PyramidNet(Architecture):
             raise UserError(f"`depth = 9n + 2` must hold for some n >= 1 (three stages), but got depth={self.depth}")
 
     def widths(self) -> list[int]:
-        """Of every bottleneck: 16 + α·k / blocks, rounded."""
+        """The width of every bottleneck: 16 + α·k / blocks, rounded."""
         blocks = (self.depth - 2) // 3
         return [round(16 + self.alpha * k / blocks) for k in range(1, blocks + 1)]
 

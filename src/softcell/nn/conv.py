@@ -122,6 +122,7 @@ class FactorisedReduction(nn.Module):
         x = F.relu(x) if activated is None else activated
         height, width = x.shape[-2:]
         padded = F.pad(x, (0, width % 2, 0, height % 2)) if height % 2 or width % 2 else x
+        # Only the odd grid needs the padding: of 2n - 1 rows the even one has n.
         halves = [self.odd(padded[:, :, 1:, 1:])]
         if self.even is not None:
             halves.insert(0, self.even(x))

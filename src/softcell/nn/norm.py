@@ -94,6 +94,7 @@ class BatchNorm2d(nn.BatchNorm2d):
                 # Copies: what is kept for the backward pass must be of the same number and shapes.
                 mean, variance = (None if x is None else x.clone() for x in (self.running_mean, self.running_var))
                 return F.batch_norm(input, mean, variance, self.weight, self.bias, training=True, eps=self.eps)
+            # Without a momentum the count is part of the update, so it cannot be increased later.
             if self.training and self.momentum is not None and _counted_later(self.num_batches_tracked):
                 self._check_input_dim(input)
                 given = (self.running_mean, self.running_var, self.weight, self.bias)
@@ -168,6 +169,7 @@ def updates_together() -> Iterator[None]:
     The results are the same.
     """
     global _batches
+    # Nested: the outermost context updates.
     if _batches is not None:
         yield
         return
@@ -212,6 +214,7 @@ def _update_all(batches: Sequence[_Batch]) -> None:
         if one.norms:
             by_momentum.setdefault(one.norms[0][1].momentum, []).append(one)
     for own in by_momentum.values():
+        # Corrections that the host knows take one launch. Those of norms shared by ranks are on the device.
         known = [one for one in own if isinstance(one.correction, float)]
         scaled = {id(one): one.variance * one.correction for one in own if isinstance(one.correction, Tensor)}
         if known:
@@ -254,6 +257,7 @@ def recomputed(module: nn.Module, *inputs: Tensor) -> Tensor:
     def forward(*given: Tensor) -> Tensor:
         return functional_call(module, state, given)  # type: ignore[no-any-return]
 
+    # No random state is kept: modules with weights draw nothing, and a capture could not restore it.
     return checkpoint(  # type: ignore[no-any-return]
         forward, *inputs, use_reentrant=False, preserve_rng_state=False, context_fn=_contexts
     )

@@ -284,6 +284,7 @@ def attention_vector(features: Tensor) -> Tensor:
     features = features.to(torch.promote_types(features.dtype, torch.float32))
     x = features.square().sum(dim=1).flatten(1)
     length: Tensor = torch.linalg.vector_norm(x, dim=1, keepdim=True)
+    # A map of zeros has no direction: its attention is 0, not NaN.
     return x / length.clamp(min=1e-12)
 
 
@@ -292,8 +293,10 @@ def transfer_loss(students: Sequence[Tensor], teachers: Sequence[Tensor], form: 
     total = students[0].new_zeros(())
     for mine, theirs in zip(students, teachers, strict=True):
         if form == "norm":
+            # Eq 6 as printed.
             total = total + torch.linalg.vector_norm(mine - theirs, dim=1).mean()
         else:
+            # Deviation: the mean square; the reason is at the top of this file.
             total = total + (mine - theirs).square().mean()
     return 0.5 * total
 
@@ -361,6 +364,7 @@ class Guided(Objective):
         with torch.no_grad():
             maps = self._teacher[0](images)
             vectors = [attention_vector(maps[number]) for number in self.pairs]
+        # Two batches: a second-order step alternates between one for training and one for validation.
         self._seen = [*self._seen[-1:], (images, images._version, vectors)]
         return vectors
 

@@ -57,6 +57,7 @@ def stack_key(module: nn.Module | None) -> Hashable | None:
 
 def norm_key(norm: nn.BatchNorm2d) -> Hashable | None:
     """A key that norms which can be concatenated share; None for one that cannot."""
+    # Without a momentum, running statistics are a mean over batches, which needs each norm's own count.
     if norm.momentum is None or not norm.track_running_stats:
         return None
     return (norm.eps, norm.momentum, norm.affine, norm.training)
@@ -94,6 +95,7 @@ def normalise(y: Tensor, norms: Sequence[nn.BatchNorm2d]) -> Tensor:
     """y [n, Σ c, h, w] by concatenated norms of one key; each keeps its own running statistics."""
     norm, sizes = norms[0], [n.num_features for n in norms]
     running = [*_buffers(norms, "running_mean"), *_buffers(norms, "running_var")]
+    # Batch-norm updates `both` in place, through its halves; the norms get their parts back below.
     both = torch.cat(running)
     mean, variance = both.chunk(2)
     scale = torch.cat([n.weight for n in norms]) if norm.affine else None

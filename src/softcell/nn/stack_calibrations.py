@@ -227,7 +227,7 @@ def _blocks(x: Tensor, sizes: Sizes) -> tuple[Tensor, ...]:
 
 
 def _diagonal(x: Tensor, sizes: Sizes) -> Iterator[Tensor]:
-    """Those blocks as views [count, n, columns, rows]."""
+    """The blocks that `_blocks` returns, as views [count, n, columns, rows]."""
     row = column = 0
     for count, rows, columns in sizes:
         square = x[:, row : row + count * rows, column : column + count * columns]
@@ -251,7 +251,7 @@ class _Blocks(torch.autograd.Function):
 
 
 class _Placed(torch.autograd.Function):
-    """The reverse: blocks on the diagonal of zeros."""
+    """The reverse of `_Blocks`: puts blocks on the diagonal of a matrix of zeros."""
 
     @staticmethod
     def forward(ctx: Any, shape: torch.Size, sizes: Sizes, *blocks: Tensor) -> Tensor:

@@ -258,6 +258,7 @@ def fixed_normal(salt: Tensor, channels: int, height: int, width: int) -> Tensor
     first = (first * first + positions) % PRIME
     second = (positions * 69621 + 7) % PRIME
     second = (second * second + first) % PRIME
+    # u is never 0, whose logarithm is infinite.
     u, v = (first + 1).to(torch.float32) / (PRIME + 1), second.to(torch.float32) / PRIME
     normal = torch.sqrt(-2.0 * torch.log(u)) * torch.cos(2.0 * math.pi * v)
     return normal.view(channels, height, width)

@@ -54,6 +54,7 @@ ABOUT = "budget"
 
 def next_multiplier(multiplier: float, value: float, limit: float, epoch: int, num_epochs: int, form: str) -> float:
     """The multiplier after the `epoch` (from 0) whose derived network costs `value`, of `limit` allowed."""
+    # By its table, a network may have a latency of 0.
     excess = math.log(max(value, 1e-9) / limit)
     if excess > 0:
         direction = max(excess, LEAST)
@@ -157,6 +158,7 @@ class Budget:
         Pools have FLOPs in the tables and no multiply-adds in a network, so the one with the fewest parameters may have
         the fewest multiply-adds too.
         """
+        # Called once for every rule (`build._resource_of`): exact only if the result of each is.
         self._exact = derives_cheapest(layout, rule) and (self._exact or not self.cheapest)
         for kind in ("parameters", "flops", "latency"):
             if kind not in costs.kinds:
@@ -252,7 +254,7 @@ def _format_excess(found: Mapping[str, float], limits: Mapping[str, float]) -> s
 
 
 def format_cost(kind: str, value: float) -> str:
-    """`2.53M parameters`"""
+    """A cost with its unit, such as `2.53M parameters`."""
     if kind == "latency":
         return f"a latency of {value:.4g}"  # in the unit of the latency table
     for size, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):

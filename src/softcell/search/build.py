@@ -136,6 +136,7 @@ def build_task(
         world,
         about=about,
         weights=weights,
+        # With split.validation=0 both read the same images: one stream would give both the same batches.
         validation=feeds.training(parts.get("validation", parts["weights"]), augment, stream=1),
         held=held,
         selecting=_selecting(recipe, method, feeds, dataset, parts, held),

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from softcell.arch import Mix
 from softcell.data.batches import Draft
+from softcell.engine.distributed import World
 from softcell.engine.metrics import Tally
 from softcell.engine.session import forked_rng
 from softcell.kernels.backend import has_triton
@@ -34,7 +35,7 @@ def compile_ahead(task: SearchTask, batch: Draft) -> None:
 
     A failure is reported, and kernels are then compiled on first use.
     """
-    if not _launches_kernels(task):
+    if not launches_kernels(task.world, task.recipe.precision):
         return
     try:
         with without_effects(task):
@@ -46,9 +47,9 @@ def compile_ahead(task: SearchTask, batch: Draft) -> None:
         torch.cuda.empty_cache()  # steps run on another stream, which cannot use what is cached here
 
 
-def _launches_kernels(task: SearchTask) -> bool:
-    device, precision = task.world.device, task.recipe.precision
-    return device.type == "cuda" and precision != "float64" and has_triton() and is_enabled()
+def launches_kernels(world: World, precision: str) -> bool:
+    """Whether searches may launch kernels that can be compiled ahead."""
+    return world.device.type == "cuda" and precision != "float64" and has_triton() and is_enabled()
 
 
 class Unlearning(StepState):

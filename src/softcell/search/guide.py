@@ -202,6 +202,7 @@ def probe(
     with forked_rng(world.device):
         for batch in islice(batches, PROBED):
             loss = _Parts(objective, network, bound)
+            # In place of the network's own buffers, whose running statistics therefore stay as they are.
             buffers = {f"network.{name}": b.clone() for name, b in network.named_buffers()}
             parts = functional_call(loss, buffers, (batch.images, batch.labels))
             row = []

@@ -174,6 +174,7 @@ class ValidationMeter(EpochMeter):
 
     def _validated(self, task: SearchTask, last: bool) -> dict[str, Any]:
         method, selection = task.method, task.method.selection
+        # Asking for the passes clears the sums of earlier ones, so only an epoch that makes them asks.
         passes = selection.passes() if selection is not None and (last or not selection.last_epoch_only) else ()
         # A pass over the whole supernet gives its accuracy too, where both read the same images.
         whole = passes[0].mix if passes and passes[0].calibration is None else None
@@ -219,6 +220,7 @@ class ValidationMeter(EpochMeter):
 
     def _supervised(self, task: SearchTask, whole: Mix | None) -> dict[str, Any]:
         """Loss and accuracy; with BatchNorm recalibrated where running statistics fit no single mix (`many_cells`)."""
+        # The selection needs a pass over the validation split; accuracies are measured on `held` below.
         if whole is not None and self._selecting is not self._accuracy:
             self._selecting(whole)
         mix = whole if whole is not None and self._selecting is self._accuracy else task.method.relax()
@@ -310,6 +312,7 @@ class ArchitectureMeter(EpochMeter):
 
     def records(self, task: SearchTask, epoch: Epoch) -> dict[str, Any]:
         selection = task.method.selection
+        # A selection that made no pass in this epoch still has the result of an earlier one, or none.
         is_new = selection is None or epoch.is_last or (epoch.is_validated and not selection.last_epoch_only)
         tables = {name: table.tolist() for name, table in epoch.probabilities.items()}
         read = {} if is_new else {"read": False}
@@ -339,6 +342,7 @@ class CollapseMeter(EpochMeter):
     def check(self, epoch: int, genotype: Genotype) -> str | None:
         """Takes note of an epoch's architecture and returns the reason to stop, if there is one."""
         shares = {name: share(cell, SKIP, self._layout.table(name)) for name, cell in genotype.cells.items()}
+        # In the first epochs too: they are not judged, but may be the last ones before a collapse.
         if all(value <= self._settings.warn_above for value in shares.values()):
             self._healthy = genotype
         if epoch < self._first:

@@ -162,6 +162,7 @@ class PerturbationSelection:
         for table in self._layout.tables:
             for i, choice in enumerate(table.choices):
                 allowed = allowed_candidates(self._layout, table, i)
+                # An edge with a single candidate is decided, unless it competes for its node, which is asked about.
                 contested = i in table.contest_of
                 if len(allowed) == 1 and not (contested and self._is_asked(table, choice.target)):
                     self._decided[table.name, i] = allowed[0]
@@ -176,6 +177,7 @@ class PerturbationSelection:
         """
         file, origin = folder / FILE, self._origin()
         with forked_rng(self._world.device), self._weights_kept():
+            # The drop rate of the search's last epoch (`SearchTask.begin_epoch`).
             self._supernet.drop_path.set_fraction((self._recipe.epochs - 1) / self._recipe.epochs)
             first = self._restore(file, origin)
             for number in range(first, len(self._rounds)):
@@ -340,6 +342,7 @@ class PerturbationSelection:
                 found = gradients_of(loss, parameters, self._world, also=also)
             apply_gradients(self._optimiser, parameters, found.means, self._world, w.clip, averaged=True)
 
+        # A new step in every round: a captured one would keep the mix of the round before.
         step = prepare_step(
             learn, self._recipe.engine, self._world, self._notify, divides=self._recipe.norms == "local"
         )
@@ -348,6 +351,7 @@ class PerturbationSelection:
         total = epochs * (len(self._rounds) - 1)
         for epoch in range(number * epochs, (number + 1) * epochs):
             set_lr(self._optimiser, rate_at(epoch, total, self._lr, min(w.lr_min, self._lr), "cosine"))
+            # Numbered after the epochs of the search, so that no order and no augmentation repeats.
             for draft in self._weights.drafts(self._recipe.epochs + epoch):
                 step(*draft)
 

@@ -264,6 +264,7 @@ def policy_cost(probabilities: Tensor, costs: Tensor, uniform: Tensor) -> Tensor
     log_p = torch.log(probabilities.expand(draws, *probabilities.shape).gather(-1, winner))
     baseline = (probabilities.detach() * per_edge).sum(-1, keepdim=True)
     credit = ((chosen - baseline) * log_p).sum() / draws
+    # Eq 11: the value is the cost of the draws, the gradient that of the credit, (C - b)·∇ log p(Z).
     return chosen.sum() / draws + credit - credit.detach()
 
 
@@ -295,6 +296,7 @@ class ResourcePenalty(nn.Module):
             for table in self.tables:
                 self.register_buffer(f"{kind}_{table}", costs.of(kind, table), persistent=False)
         # The cost that a linear cost is a share of, and the unit of its logarithm, by kind.
+        # 1 where every candidate is free: a share of nothing is undefined.
         self._whole = {kind: sum(float(c.amax(-1).sum()) for c in costs.kinds[kind]) or 1.0 for kind in self.kinds}
         self._unit = {kind: _smallest(costs, kind) if kind == "latency" else 1.0 for kind in self.kinds}
         start = settings.levels["mild"]

@@ -32,10 +32,12 @@ from softcell.engine.session import Session, seed_everything, session_of
 from softcell.engine.task import OnEvent
 from softcell.errors import UserError
 from softcell.files import FILE_LIST, atomic_write_bytes, atomic_write_text, read_json_lines
+from softcell.kernels.warm_up import workers_ready
 from softcell.methods import Method
 from softcell.registry import load_plugins
 from softcell.search.budget import state_budget
 from softcell.search.build import AnyTask, build_task, with_precision
+from softcell.search.dry_pass import launches_kernels
 from softcell.search.genotypes import about_of
 from softcell.search.guide import Guide
 from softcell.search.recipe import Pretrain, SearchRecipe, Select, load_images, resolve
@@ -110,8 +112,10 @@ def search_steps(
     out = Path(out)
     load_plugins(recipe.plugins)
     with session_of(recipe) as session, locked(out, session.world):
-        phases = _two_phases if recipe.pretrain.epochs else _one_phase
-        return (yield from phases(recipe, out, session, resume, overwrite, on_event))
+        alone = session.world.size == 1  # several ranks would each start a worker per core
+        with workers_ready(alone and launches_kernels(session.world, recipe.precision)):
+            phases = _two_phases if recipe.pretrain.epochs else _one_phase
+            return (yield from phases(recipe, out, session, resume, overwrite, on_event))
 
 
 def _two_phases(
@@ -140,8 +144,10 @@ def _two_phases(
                 on_main(lambda: RunFolder.open(out).finish("interrupted"), world)
                 return SearchResult(out, recipe, None, done.metrics, done.exit_code)
         notify(f"phase 2 of 2: {recipe.method} on {recipe.data}, {_epochs(recipe)}, from the logits of phase 1")
+        # `resume`, since the folder exists: `_search` sees by its checkpoint whether this phase has begun.
         return (yield from _one_phase(recipe, out, session, True, overwrite, on_event, start=place / LOGITS))
     except Exception:
+        # A phase records a failure in its own folder; the search in `out` has failed too.
         if world.is_main:
             record_failure(RunFolder.open(out), world)
         raise
@@ -264,6 +270,7 @@ def _search(
 
         def note() -> None:
             begun = RunFolder.open(out)
+            # `_two_phases` wrote the manifest before precision and threads were chosen and the data were read.
             begun.update(recipe=recipe.to_dict(), results={**begun.manifest["results"], **manifest()["results"]})
 
         on_main(note, world)

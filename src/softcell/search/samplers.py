@@ -77,6 +77,7 @@ class IndependentTask:
 
     def begin_epoch(self, epoch: int) -> None:
         number, own = divmod(epoch, self.recipe.epochs)
+        # A resumed run has built the network in `load_state_dict`.
         if own == 0 and len(self._genotypes) <= number:
             self._build(*self._propose())
         assert self._network is not None and self._optimiser is not None
@@ -165,6 +166,7 @@ class IndependentTask:
         genotypes = [Genotype.from_dict(data) for data in state["genotypes"]]
         numbers = list(state.get("numbers", range(len(genotypes))))  # older checkpoints have none
         if self._genotypes != genotypes:
+            # Without the last one, which `_build` adds.
             self._genotypes, self._numbers = genotypes[:-1], numbers[:-1]
             self._build(numbers[-1], genotypes[-1])
         assert self._network is not None and self._optimiser is not None
@@ -320,6 +322,7 @@ def score_architecture(
     images: [n, c, h, w], normalised as for training; the network is scored on their device.
     """
     with torch.random.fork_rng(devices=[]):
+        # Built on the CPU, whose generator gives the same weights whatever the device.
         torch.manual_seed(seed)
         network = space.network(genotype, (images.shape[1], images.shape[2], images.shape[3]), num_classes)
     found = score(network.to(images.device), images)

@@ -192,6 +192,7 @@ def derive_front(
         own = method.derive()  # not always by its probabilities
         genotype = own if meets(own) else strongest_accepted(layout, probabilities, costs, meets, method.rule)
         if genotype is None:
+            # There is one: `_budget` raises if even the cheapest misses the smallest limit.
             genotype = next(one for one in budget.cheapest if meets(one))
         if genotype not in measured:
             measured[genotype] = _accuracy(found, genotype)

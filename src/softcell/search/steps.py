@@ -90,10 +90,10 @@ class StepState:
 
 
 def single_level(state: StepState, images: Tensor, labels: Tensor) -> Evaluated:
-    """Weights and architecture from one backward of one loss on one batch."""
+    """Weights and architecture from one backward of one loss on one batch; images [n, c, h, w], labels int64 [n]."""
     mix = state.method.relax()
     result = state.objective(Bound(state.supernet, mix), images, labels)
-    penalty = state.penalty(mix)
+    penalty = state.penalty(mix)  # after the forward pass: some methods weigh feature maps (`Method.occupancy`)
     total = result.loss if penalty is None else result.loss + penalty
     weights, architecture, watched = state.weights(), state.architecture(), state.watched(mix)
     found = gradients_of(total, [*weights, *architecture], state.world, watched=watched, also=state.unequal())
@@ -108,7 +108,7 @@ def bilevel(
 ) -> tuple[Evaluated, Evaluated]:
     """First order: the architecture learns from one batch at the current weights, then the weights from another.
 
-    Returns the results of the training batch and of the validation batch.
+    train, validation: images [n, c, h, w] and labels int64 [n]. Returns the results of both batches, in this order.
     """
     mix = state.method.relax()
     held = state.objective(Bound(state.supernet, mix), *validation)
@@ -135,6 +135,7 @@ def unrolled(
     """
     loss = _Loss(state)
     weights, architecture = state.weights(), state.architecture()
+    # Without architecture parameters there is nothing to unroll.
     if not architecture:
         return bilevel(state, train, validation)
     group = state.weight_optimiser.param_groups[0]
@@ -164,7 +165,7 @@ def unrolled(
 
 
 def weight_step(state: StepState, images: Tensor, labels: Tensor) -> Evaluated:
-    """One step of the weights with the architecture held fixed."""
+    """One step of the weights with the architecture held fixed; images [n, c, h, w], labels int64 [n]."""
     with torch.no_grad():  # α does not learn here, so the mix keeps nothing for its gradient
         mix = state.method.relax()
     result = state.objective(Bound(state.supernet, mix), images, labels)
@@ -250,11 +251,13 @@ def hypergradient(
     differentiate: Differentiate = _alone,
     average: Callable[[Sequence[Tensor]], None] | None = None,
 ) -> list[Tensor]:
-    """The gradient for each tensor of `architecture`; `average` takes means over ranks, in place."""
+    """The gradient for each tensor of `architecture`, of its shape; `average` takes means over ranks, in place."""
     chosen = settings or Unrolling()
     reduce = average or (lambda tensors: None)
     values = [w.detach().requires_grad_() for w in weights]
 
+    # The virtual step needs the means over the ranks, which cannot be differentiated again. The local gradient
+    # `inner` can, and products with it are averaged below.
     found, inner = differentiate(train_loss(values), values, chosen.exact)
     slopes = _filled(found, values)
     shifted = [
@@ -269,6 +272,7 @@ def hypergradient(
 
     if chosen.exact:
         present = [(g, v) for g, v in zip(inner, vector, strict=True) if g is not None and g.requires_grad]
+        # Eq 7, second term: d/dα (∇_w L_train · v), with v held constant.
         product = sum((torch.sum(g * v) for g, v in present), start=torch.zeros((), device=vector[0].device))
         implicit = _filled(
             torch.autograd.grad(product, architecture, allow_unused=True) if present else [None] * len(architecture),
@@ -277,6 +281,7 @@ def hypergradient(
     else:
         implicit = _finite_difference(train_loss, values, vector, architecture, chosen.epsilon)
     reduce(implicit)
+    # Eq 7.
     return [d - lr * i for d, i in zip(direct, implicit, strict=True)]
 
 
@@ -295,6 +300,7 @@ def _finite_difference(
 ) -> list[Tensor]:
     """(∇_α L(w + εv) - ∇_α L(w - εv)) / 2ε with ε = `epsilon` / ‖v‖ (Eq 8 and its footnote)."""
     norm = torch.stack([v.norm() for v in vector]).norm()
+    # For v = 0 the bound keeps the step finite; without it w ± εv would be NaN.
     step = epsilon / norm.clamp_min(torch.finfo(norm.dtype).tiny)
     sides = []
     for sign in (1.0, -1.0):

@@ -92,6 +92,7 @@ class Validation:
             captured = self._copy_into_buffers(mix, key)
         size = self._held.batch_size // self._world.size
         for draft in self._held.drafts(0):
+            # A graph has one batch size: a short last batch runs eagerly.
             if captured and draft[0].shape[0] == size:
                 self._run(*draft, key=key)
             elif draft[0].shape[0]:  # a rank's part of a short last batch may be empty
@@ -206,6 +207,7 @@ def recalibrated(
                 supernet(batch.images, mix)
         yield
     finally:
+        # In place, because captured validation passes read these buffers.
         for norm, (state, momentum) in zip(norms, kept, strict=True):
             norm.load_state_dict(state)
             norm.momentum = momentum

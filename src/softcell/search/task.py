@@ -99,6 +99,8 @@ class SearchTask:
         ]
         self._collapse = CollapseMeter(recipe.collapse, method.layout, notify, recipe.epochs)
         self._validates = ValidationMeter(measured[0], measured[-1], held, notify)
+        # In this order: `ValidationMeter` compares its accuracy with that of `TrainingMeter`, and makes the passes of a
+        # selection, on which everything after it that derives an architecture depends.
         self._meters: tuple[EpochMeter, ...] = (
             TrainingMeter(),
             MethodMeter(),
@@ -124,6 +126,7 @@ class SearchTask:
     def begin_epoch(self, epoch: int) -> None:
         self.supernet.train()
         self.objective.train()
+        # As in DARTS's code the drop rate stays below its final value; a method's schedule ends at 1 in the last epoch.
         self.supernet.drop_path.set_fraction(epoch / self.num_epochs)
         self.method.begin_epoch(epoch / max(1, self.num_epochs - 1))
         w = self.recipe.weights
@@ -138,10 +141,12 @@ class SearchTask:
 
     def batches(self, epoch: int, start: int) -> Iterator[Draft]:
         """Drafts of training batches, each with that of a validation batch where the regime needs one."""
+        # Plans and validation batches are functions of this number, so a resumed run repeats them.
         self._number = epoch * self.weights.num_batches + start
         train = self.weights.drafts(epoch, start)
         if self.recipe.regime == "single-level":
             return train
+        # `_cycle` has no end: an epoch is one pass over the split of the weights, whatever the size of the other.
         pairs = zip(train, _cycle(self._validation, self._number), strict=False)
         return ((*own, *held) for own, held in pairs)
 
@@ -162,6 +167,7 @@ class SearchTask:
             plan = self._plans.next()
         with nullcontext() if planner is None else planner.following(plan):
             if isinstance(self._run, CapturedStep):
+                # A step without an architecture update is another computation, and needs its own graph.
                 self._run(*batch, key=("weights", plan) if self._weights_only else plan)
             else:
                 self._run(*batch)

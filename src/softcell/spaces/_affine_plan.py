@@ -98,6 +98,7 @@ def fused_pass(cells: Iterable[PickedCell], x: Tensor) -> Iterator[list[RunCell]
     if dropping:
         counts = [form.paths for form in dropping]
         own = torch.split(dropping[0].drop_path.factors(x, sum(counts)), counts)
+        # Row 0 of each cell's factors is for identities, which are never dropped.
         ones = torch.ones_like(own[0][:1])
         parts = torch.split(torch.cat([row for part in own for row in (ones, part)]), [1 + count for count in counts])
         drawn = {id(form): part for form, part in zip(dropping, parts, strict=True)}

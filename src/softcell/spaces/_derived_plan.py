@@ -82,6 +82,7 @@ class DerivedPass:
         """x: any tensor of the batch, [n, ...]."""
         self._factors: dict[int, Tensor] = {}
         self._measured: list[tuple[DerivedCell, Tensor]] = []
+        # All norms of a fused cell are in one mode (`_Planner.build`), so the first one stands for all.
         dropping = [cell for cell in cells if cell.norms[0][1].training and cell.program.paths]
         if dropping and dropping[0].drop_path.probability > 0.0:
             counts = [cell.program.paths for cell in dropping]
@@ -148,6 +149,7 @@ class _Planner:
         self.result: dict[int, int] = {}  # by pick: the plane of its output
 
     def build(self) -> DerivedCell:
+        # Each pick has its own plane: a shared norm would update its running statistics once per edge.
         learned = [id(pick.module) for pick in self.picks if any(True for _ in pick.module.buffers())]
         if len(set(learned)) < len(learned):
             raise Unfit("edges share a module")

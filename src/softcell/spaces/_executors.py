@@ -63,6 +63,7 @@ def run_by_node(
                 value = cell.partial.node_value(None, None, states[0])
             else:  # `_run_modules` gave the mix outputs of all channels
                 value = cell.partial.shuffle(value)
+            # Offsets are 0 and only carry gradients (`WeightMix`).
             offsets = mix.offsets(site) if isinstance(mix, WeightMix) else None
             if offsets is not None:
                 value = value + sum(offsets[choice] for choice in cell.table.incoming(node))
@@ -111,6 +112,7 @@ def _run_modules(
         leaving = [one for one in leaving if isinstance(one[-1], Calibration)]
     again = {choice: mix.recomputes(site, choice) for choice, *_ in leaving}
     width, reached = cell.table.width, cell.reached(live)
+    # Choices that are recomputed run one by one below: a group would keep their activations.
     executor.together(
         module
         for choice, k, target, module in leaving
@@ -234,6 +236,7 @@ def run_node_outputs(cell: MixedCell, node: int, executor: NodeExecutor, mix: Mi
 
     Empty where they must run one by one.
     """
+    # The program keeps all outputs for the backward pass, which recomputation avoids.
     if any(mix.recomputes(site, choice) for _, choice, _, _ in cell.leaving[node]):
         return {}
     form = cell.node_outputs.of(node, mix.live(site), cell.stride_from(node))

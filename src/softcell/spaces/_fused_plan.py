@@ -45,6 +45,7 @@ class _Flat(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         cell: FusedCell = ctx.cell
         weights: list[Tensor] = list(ctx.saved_tensors)
+        # Second order: `compose_gradient` has no derivative, so the weights are composed by plain autograd.
         if torch.is_grad_enabled():
             again = torch.autograd.grad(cell.flatten(weights), weights, gradient, create_graph=True)
             return None, None, *again
@@ -122,6 +123,7 @@ def running_by_plane(norms: Norms, planes: int, channels: int) -> Tensor:
     return running.index_copy_(1, where, torch.stack([means, variances]))
 
 
+# Kept, since copying an index to the device in each step would stall a GPU.
 _POSITIONS: dict[tuple[tuple[int, ...], torch.device], Tensor] = {}
 
 
@@ -327,6 +329,7 @@ class _Planner:
                 else:
                     raise Unfit(f"{type(module).__name__} has no fused form")
         first, twice, start = [], [], self.planes
+        # Order 0, the first half of separable convolutions, comes first: `inner` is one range of planes.
         for key in sorted(convs, key=lambda key: (key[0], key[1].size, key[1].dilation)):
             for source, members in convs[key].items():
                 first.append(self._stack(key, source, [stages[0] for _, stages in members]))

@@ -326,6 +326,7 @@ def fixed_by(genotype: Genotype, space: Space) -> dict[str, Any]:
     last = max(map(_last, genotype.cells.values()))
     found = {}
     for name in {one.name for one in fields(space)} & set(FIXED):  # type: ignore[arg-type]
+        # Tried one after the other: only the space knows how it numbers nodes (NOS: two numbers per node).
         for value in range(1, last + 2):
             try:
                 layout = replace(space, **{name: value}).layout()  # type: ignore[type-var]

@@ -137,10 +137,12 @@ class Block:
         outputs = inputs.outputs
         live = mix.live(site) if isinstance(mix, WeightMix) and mix.is_picked(site) else None
         if not isinstance(mix, WeightMix):
+            # Before outputs are split by kind: attention compares all candidates of a choice (IT-NAS).
             for choice in sorted({choice for choice, _, _ in outputs}):
                 mix.meet(site, choice, {k: one for c, k, one in outputs if c == choice})
         features, calibrations = self.by_kind(outputs if live is None else self._shared(outputs, live))
         if x is not None:
+            # `sum`, not `combine`: drop-path never drops the sum of a residual node.
             base = inputs.plus(self._combiner.sum(features, mix, site))
             rest = self.rest(node, inputs.summed | {k for _, k, _ in features}, x, mix, site) * x
             base = rest if base is None else base + rest
@@ -157,6 +159,7 @@ class Block:
             if (one := self._sum_calibrations(own, chosen, mix, site, factors)) is not None
         ]
         if is_modules_only():
+            # Eq 3 term by term: the twin of `calibrated`.
             value = total([base, *(module.applied(base, one) for module, one in made)])
         else:
             value = calibrated(base, made)
@@ -204,6 +207,7 @@ class Block:
         if not features:
             return 1.0
         choice = self._choices[node]
+        # Every picked feature weighs 1, so nothing is left for x.
         if isinstance(mix, WeightMix) and mix.is_picked(site):
             return 0.0
         if isinstance(mix, WeightMix):
@@ -211,6 +215,7 @@ class Block:
             taken = weights.index_select(0, self._index(weights.device, choice, tuple(sorted(features)))).sum()
         else:
             one = x.new_ones(1, 1, 1, 1)
+            # Combining ones gives the sum of the weights.
             combined = mix.combine(site, choice, dict.fromkeys(features, one))
             taken = torch.zeros_like(one) if combined is None else combined
         return (1.0 - taken).clamp(min=0.0)
@@ -219,6 +224,7 @@ class Block:
         """The weights of all calibrations at once, where the mix is plain weights."""
         if not isinstance(mix, WeightMix) or mix.is_picked(site):
             return {}
+        # With drop-path weights are read choice by choice (`Combiner.combine`).
         if factors is not None or is_modules_only() or torch.compiler.is_compiling():
             return {}
         return self.weights_of_calibrations(mix.weights(site).flatten(), mix.live(site))

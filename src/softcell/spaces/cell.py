@@ -278,6 +278,7 @@ class PickedCell(nn.Module):
 
     def fused(self, preprocess: Sequence[nn.Module], channels: int, stride: int) -> DerivedCell | None:
         """This cell and the modules that preprocess its inputs as one operation; None where they run one by one."""
+        # One entry: the picks never change, and `remembered` also keeps that there is no fused form.
         return remembered(self._known, True, lambda: self._plan(preprocess, channels, stride))
 
     def _plan(self, preprocess: Sequence[nn.Module], channels: int, stride: int) -> DerivedCell:
@@ -371,6 +372,7 @@ class PickedChain(PickedCell):
                 assert module is not None  # `check_chain` rejects `none`
                 y = module(x) if y is None else y + module(x)
             assert y is not None
+            # Where nothing is dropped, x + (y - x) would only add a rounding error.
             if keeps and self.training and self._drop_path[0].probability > 0:
                 y = x + self._drop_path[0](y - x)
             values.append(y)

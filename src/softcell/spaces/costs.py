@@ -246,6 +246,7 @@ class _Counter:
         entry = 0
         for row, choice in enumerate(cell.table.choices):
             for column, name in enumerate(choice.candidates):
+                # `MixedCell` numbers its entries choice by choice, in this order.
                 module = cell.edges.module(entry)
                 entry += 1
                 if module is None:

@@ -360,6 +360,7 @@ class DartsNetwork(Network):
             nodes = self.cells[number](self.pre[number](older, newer))
             return torch.cat([dense_gradient(nodes[n]) for n in outputs], dim=1)
         out = shared.run(fused, (older, newer))
+        # The program concatenates all inner nodes. A genotype may name fewer of them, or another order.
         if outputs == tuple(range(INPUTS, INPUTS + fused.program.nodes)):
             return out
         parts = torch.split(out, plan.width, dim=1)

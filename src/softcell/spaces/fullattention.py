@@ -33,7 +33,7 @@ from softcell.spaces.cell import MixedChain, PickedChain, check_chain
 
 CANDIDATES = (*(local_name(k, h) for k in EXTENTS for h in HEADS), "non_local_sa")
 WIDTHS = (1, 2, 2, 4, 4)
-"""Of the stages, in multiples of the initial channels."""
+"""Widths of the stages, in multiples of the initial channels."""
 STRIDES = (1, 2, 1, 2, 1)
 STEM = (3, 8)
 """Extent and heads of the stem's attention."""

@@ -74,6 +74,7 @@ class NosSpace(DartsSpace):
                     raise UserError(f"`{setting}` takes candidates of kind {kind}, but {op!r} is of kind {known.kind}")
                 if known.zero:
                     raise UserError(f"cells of NOS have no {op!r}: a node could be constant zero; leave it out")
+        # The dataclass is frozen; these fields follow from others.
         object.__setattr__(self, "candidates", (*self.features, *self.attentions, *self.dynamics))
         super().__post_init__()
         object.__setattr__(self, "about", self._described())

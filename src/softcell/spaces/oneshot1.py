@@ -133,6 +133,7 @@ class _OneShot1(Space):
         return [*(2 * block - 1 for block in range(1, self.blocks + 1)), self.output]
 
     def remarks(self, num_classes: int = 10) -> tuple[str, ...]:
+        # Space 3 has 1.3 million architectures, too many to compare for a line of `softcell info`.
         if self.blocks > 4:
             ours = f"raw {raw_count(self.parents):,} (others: python -m softcell.spaces.oneshot1)"
         else:
@@ -335,6 +336,7 @@ def _canonical(
                 tuple(sorted(names[p] for p in parents[node])),
                 tuple(sorted(names[c] for c in children[node])),
             )
+            # `labels` is shared by all graphs, so equal keys get equal labels; they start above the operations.
             new[node] = labels.setdefault(key, len(labels) + len(OPERATIONS))
         names = new
     return tuple(sorted(names.values()))

@@ -105,6 +105,7 @@ def gradients_reach_input_and_weights(name: str) -> None:
         if kind.blind:
             require(not output.requires_grad, f"{name} says it is blind, but a gradient passes through it")
             continue
+        # Not a plain sum: that of a batch-norm's or a softmax's output is constant, so it has no gradient.
         (output * torch.linspace(-1, 1, output.numel(), dtype=torch.float64).view_as(output)).sum().backward()
         require(x.grad is not None and bool(x.grad.any()), f"{name}, stride {stride}: no gradient reaches the input")
         dead = [key for key, p in module.named_parameters() if p.grad is None or not bool(p.grad.any())]
@@ -267,6 +268,7 @@ def samples_are_architectures_of_the_rule(space: Space) -> None:
     rule, rng = _rule(space), random.Random(0)
     for table in small_cuts(space):
         architectures = set(rule.enumerate(table))
+        # 40 draws for each of up to 25: uniform sampling misses one with a probability below 1e-16.
         drawn = {rule.sample(table, rng) for _ in range(40 * min(len(architectures), 25))}
         require(drawn <= architectures, f"{_text(table)}: sampled what the rule cannot derive: {drawn - architectures}")
         if len(architectures) <= 25:

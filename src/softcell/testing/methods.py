@@ -149,6 +149,7 @@ def evaluations_of_a_step_share_their_draws(kind: type[Method], space: Space) ->
 def epochs_run_from_start_to_end(kind: type[Method], space: Space) -> None:
     """Schedules accept progress 0 to 1 and keep parameters and buffers where they are in memory."""
     method, supernet = build_method(kind, space), build_supernet(space)
+    # A captured step reads the memory that it was captured with.
     places = {name: t.data_ptr() for name, t in [*method.named_parameters(), *method.named_buffers()]}
     for progress in (0.0, 0.5, 1.0):
         method.begin_epoch(progress)

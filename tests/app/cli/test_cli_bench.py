@@ -25,7 +25,7 @@ def table(tmp_path_factory: pytest.TempPathFactory) -> str:
 def test_an_architecture_is_looked_up_with_optimum_and_chance(table: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["bench", "nb201", ARCH, "--table", table]) == 0
     out = capsys.readouterr().out
-    assert ARCH in out and "optimum" in out and "random cell (n=15,625)" in out
+    assert ARCH in out and "optimum" in out and "random cell" in out and "best of 10 random" in out
     line = next(line for line in out.splitlines() if line.startswith("cifar10 test"))
     # 10 + 5·2 + 2·3 + 4·1: worths times the weights of the column `cifar10_test`
     assert line.split()[2] == "30.00" and line.split()[-1] == "70.00"
@@ -175,5 +175,7 @@ def test_a_table_that_is_too_wide_continues_below(
     accuracies = capsys.readouterr().out.split("of the cell derived after each epoch")[0].splitlines()
     rows = [line.split()[2:] for line in accuracies if line.startswith("cifar10 test")]
     numbers = [word for row in rows for word in row if word != "±"]
-    assert len(rows) > 1 and len(numbers) == 5 + 2 + 1, "five methods, chance with its deviation, optimum"
+    assert len(rows) > 1 and len(numbers) == 5 + 2 + 2 + 1, (
+        "five methods, chance and best of ten with deviations, optimum"
+    )
     assert all(len(word.split(".")[1]) == 2 for word in numbers), "no number is cut"

@@ -78,6 +78,7 @@ def convert(
     overwrite: o.OverwriteFile = False,
 ) -> None:
     """Convert an architecture between softcell JSON, DARTS notation and NAS-Bench-201 strings."""
+    # Standard input can be read only once, and both lines below need the text.
     content = o.from_stdin(genotype)
     assert content is not None
     found = o.named_genotype(content)
@@ -120,6 +121,7 @@ def random(
         raise UserError(f"a space is given once, but got {name!r} and --space {space}; leave out one of them")
     space = name or space or "darts"
     at_most("count", count, 1_000_000)
+    # Both ends of the range, before anything is written.
     for number in (seed, seed + count - 1):
         is_seed("seed", number)
     o.load_plugins(plugin)
@@ -256,6 +258,7 @@ def _describe_untrusted(
 def _sizes(space: Space) -> str:
     """The whole numbers among the settings of a space's networks: what makes them deeper or wider."""
     names = [field.name for field in dataclasses.fields(space) if field.name not in space.search_only]  # type: ignore[arg-type]
+    # Not `isinstance`: a bool is an int too.
     return ", ".join(f"{name} {value}" for name in names if type(value := getattr(space, name)) is int)
 
 

@@ -1,4 +1,4 @@
-"""`softcell bench`"""
+"""`softcell bench`: searches and architectures looked up in the table of NAS-Bench-201."""
 
 from __future__ import annotations
 
@@ -154,6 +154,7 @@ def _table_path(given: Path | None) -> Path:
     if given is None and not known:
         raise UserError("--table must name the CSV file of NAS-Bench-201 (or set SOFTCELL_NB201 to it)")
     path = given or Path(str(known))
+    # A folder may be named instead of the file in it.
     own = path / "nb201_200epochs.csv.gz"
     return own if own.is_file() else path
 
@@ -164,6 +165,7 @@ def _search(
     chosen, recipe, folder = search_seeds_recipe(given, seeds=seeds, out=out, resume=resume)
     kind = METHODS.get(recipe.method)
     layout = build_space(recipe.space, recipe.space_settings).layout()
+    # Before hours of searching for cells that the table does not have.
     check_search(recipe.method, layout, kind.rule if issubclass(kind, Method) else None)
     heading = f"search {recipe.method}, space nb201, data {recipe.data}, seeds {chosen[0]} to {chosen[-1]}: {folder}"
     with Display(screen, heading, quiet) as display:

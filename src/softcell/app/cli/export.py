@@ -185,6 +185,7 @@ def predict(
     else:
         num_unreadable = _print(classifier, files, top or SHOWN)
     if num_unreadable:
+        # Otherwise the count may come before the last rows where both streams go to one place.
         sys.stdout.flush()
         print(f"{num_unreadable} of {count_of(len(files), 'image')} cannot be read", file=sys.stderr)
     return UNREADABLE if num_unreadable else 0
@@ -216,6 +217,7 @@ def _write_csv(stream: TextIO, predictions: Iterable[ImagePrediction], top: int)
             continue
         pairs = zip(found.classes, found.probabilities, strict=True)
         row = (str(found.file), *(value for name, chance in pairs for value in (name, f"{chance:.6f}")))
+        # A file is opened with `surrogateescape`; standard output may reject surrogates.
         table.writerow(row if stream is not sys.stdout else map(_printable, row))
 
 
@@ -256,6 +258,7 @@ class _Summary:
 @contextmanager
 def _new_file(path: Path) -> Iterator[TextIO]:
     """A text file that replaces `path` when it is complete; an error or Ctrl-C leaves no part of it."""
+    # In the same folder, because `os.replace` is atomic only within one file system.
     temporary = path.with_name(f".{path.name}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

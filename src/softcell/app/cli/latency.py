@@ -1,4 +1,4 @@
-"""`softcell latency`"""
+"""`softcell latency`: times of candidates and networks, here or on another device, as a table for searches."""
 
 from __future__ import annotations
 
@@ -110,6 +110,7 @@ def latency(
                 )
         check_pack_folder(pack, overwrite)
     target = resolve_device(device or "auto")
+    # Restored at the end, for programs that call the command within their own process.
     before = torch.get_num_threads()
     about = {"unit": "ms", "batch": batch, "device": _device(target), "threads": set_threads(threads or 0)}
     sizes = {key: value for key, value in (("cells", cells), ("channels", channels)) if value is not None}
@@ -233,6 +234,7 @@ def _search_options(space: Space, image: Shape, recipe: str | None) -> tuple[str
         data = ("imagenet",)
     else:
         data = ("IMAGES-WITH-CLASSES", *(("--image-size", str(height)) if height == width else ()))
+    # Options are needed only for what training on these data would not choose by itself.
     usual = to_dict(evaluation_space(space.name, data[0]))
     sizes, words = space.sizes(), []
     for key, value in to_dict(space).items():
@@ -281,6 +283,7 @@ def _network(
 
 
 def _numbers(space: Space) -> dict[str, int]:
+    # Not `isinstance`: a bool is an int too.
     return {key: value for key, value in to_dict(space).items() if type(value) is int}
 
 

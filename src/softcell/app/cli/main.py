@@ -111,6 +111,7 @@ def load_command(name: str) -> Any:
 
 
 _LIGHT = {f"softcell.{name}" for name in ("app", "errors", "files", "registry", "settings", "text", "trust")}
+"""Modules that do not import torch: the real ones serve for help as well."""
 
 
 class _Empty(ModuleType):
@@ -121,6 +122,7 @@ class _Empty(ModuleType):
         self.__path__ = []  # it may have submodules
 
     def __getattr__(self, name: str) -> Any:
+        # Python and `inspect` probe for special names, and must not find them here.
         if name.startswith("__"):
             raise AttributeError(name)
         return _Empty(f"{self.__name__}.{name}")
@@ -159,6 +161,7 @@ def without_core() -> Iterator[None]:
         sys.meta_path.remove(finder)
         for name in [name for name in sys.modules if name not in before and name.startswith(("softcell.", "torch"))]:
             del sys.modules[name]
+            # A submodule is also an attribute of its package, where `from softcell import ...` would find it.
             parent, _, child = name.rpartition(".")
             if parent in sys.modules:
                 vars(sys.modules[parent]).pop(child, None)
@@ -222,10 +225,12 @@ def run(arguments: list[str]) -> int:
             group = typer.main.get_command(app)
             with group.make_context("softcell", arguments) as context:
                 code = group.invoke(context)
+        # Inside this `try`, so that a closed pipe is noticed here and not at exit.
         sys.stdout.flush()
         return code if isinstance(code, int) else 0
     except typer.Exit as ended:  # --help and --version
         return ended.exit_code
+    # Before `UserError`, its base class; `BrokenPipeError` comes before `OSError` for the same reason.
     except LostRankError as error:
         return USAGE if error.is_reported else _fail(str(error))
     except UserError as error:

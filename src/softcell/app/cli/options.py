@@ -147,6 +147,7 @@ def settings(options: Mapping[str, Any], **own: Any) -> dict[str, Any]:
     own: settings that only this command has.
     """
     named = {**{key: options.get(key) for key in SHARED}, **own}
+    # A flag that was not given is False.
     named = {key: value for key, value in named.items() if value is not None and value is not False}
     if options.get("plugin"):
         # Absolute, so that the run can be resumed and repeated from any folder.
@@ -188,7 +189,7 @@ def examples(*lines: str) -> str:
 
 
 MOST_CHARACTERS = 2**26
-"""Of an architecture on standard input."""
+"""Most characters of an architecture on standard input."""
 
 
 def from_stdin(text: str | None) -> str | None:
@@ -196,6 +197,7 @@ def from_stdin(text: str | None) -> str | None:
     if text != "-":
         return text
     try:
+        # One character more than allowed shows that there is more, whatever the length.
         content = sys.stdin.read(MOST_CHARACTERS + 1)
     except UnicodeDecodeError as error:
         raise UserError(f"standard input must be text, but is not: {error}") from error

@@ -267,6 +267,7 @@ def sweep(
             screen.print(f"{'finished' if job.is_finished() else 'to do':<9} {job.folder}", markup=False)
         return 0
     options = merge(plain_options(found) if on != "local" else {}, assignments(cluster or (), "--cluster"))
+    # Jobs cannot ask: they trust the contents that are trusted here, not later versions of the same files.
     launcher = make_launcher(on, folder.resolve(), jobs, options, {PASSED_ON: digests(code)} if code else {})
     source = plan / PLAN if plan.is_dir() else plan
     folder.mkdir(parents=True, exist_ok=True)
@@ -295,6 +296,7 @@ def sweep(
         signals.append(number)
         raise KeyboardInterrupt
 
+    # A scheduler ends the sweep by SIGTERM: like Ctrl-C, it must let the jobs save their state.
     before = signal.signal(signal.SIGTERM, stop)
     try:
         outcome = run_sweep(every, launcher, at_once=jobs, retries=retries, notify=notify)

@@ -128,6 +128,7 @@ def reproduce(
         at_once=at_once,
         notify=lambda text: None if quiet else screen.print(text, markup=False),
     )
+    # In a call from Python `sys.argv` belongs to another program.
     again = command(*sys.argv[1:]) if sys.argv[1:2] == ["reproduce"] else command("reproduce", paper, "--run")
     for one in plan.tables:
         if not one.missing:

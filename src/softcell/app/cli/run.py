@@ -142,6 +142,7 @@ def run(
     screen = console()
     try:
         outcome = pipeline.run(plan, RunScreen(screen, quiet))
+    # Ctrl-C between two jobs, or while steps are timed; a job of the run turns it into the exit code of its result.
     except KeyboardInterrupt:
         output.interrupted(screen, "run", "--resume", str(plan.folder))
         return 130

@@ -1,4 +1,4 @@
-"""`softcell search`"""
+"""`softcell search`, and what other commands share with it: searches with one or several seeds, folders to resume."""
 
 from __future__ import annotations
 
@@ -144,6 +144,7 @@ def search(
 ) -> int:
     """Search for an architecture. Without arguments: DARTS cells on handwritten digits."""
     track = o.trackers(locals())
+    # torchrun has started all processes again with the same command: they resume what the first attempt began.
     if (begun := restarted_folder()) is not None and seeds is None:
         out, resume, overwrite = begun, True, False
     if resume:
@@ -163,6 +164,7 @@ def search(
         guide=guide,
         pretrain=None if classes is None else {"classes": classes},
     )
+    # A folder with several seeds is resumed as such, without --seeds.
     if seeds is None and not (resume and out is not None and (out / SEEDS).is_file()):
         for option, value in (("--keep", keep), ("--at-once", at_once)):
             if value is not None:
@@ -247,6 +249,7 @@ def run_seeds(
             resume=resume,
             overwrite=overwrite,
             on_event=seed_listeners(display, folder, track, tracked),
+            # This command's own display shows the progress.
             quiet=True,
         )
     if result.best is not None:
@@ -289,6 +292,7 @@ def resumed_folder(kind: str, first: str | None, out: Path | None) -> tuple[Path
     """The folder to resume, and the first argument unless that names the folder."""
     if out is not None:
         return out, first
+    # A path without a folder is a mistake in the path, not the name of a method.
     if first is not None and (Path(first).is_dir() or "/" in first):
         return Path(first), None
     waiting = unfinished(kind)

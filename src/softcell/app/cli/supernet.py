@@ -150,6 +150,7 @@ def indicators(
     screen, target = console(), out or run / "indicators.json"
     check_absent(target, overwrite, "give another name with --out")
     if out is None:
+        # Only listed files of a run folder are deleted when the run is replaced with --overwrite.
         list_file(target)
     with working(screen, "measuring candidates", quiet):
         found = compare_indicators(run, by, images=images, epochs=epochs, device=device or "auto", data_root=data_root)
@@ -250,9 +251,11 @@ def gradcam(
     mean, std = (torch.tensor(values).view(1, -1, 1, 1) for values in (found.dataset.mean, found.dataset.std))
     dtype = next(found.supernet.parameters()).dtype
     inputs = ((pixels / 255 - mean) / std).to(found.device, dtype)
+    # Methods that train single paths must run all candidates of this edge.
     mix = found.mix((table.name, choice))
     with torch.no_grad():
         predicted = found.supernet(inputs, mix).argmax(1).cpu()
+    # A picture has the label -1: its prediction is explained.
     explained = torch.where(labels >= 0, labels, predicted)
     if class_ is not None:
         classes = found.dataset.classes

@@ -136,6 +136,7 @@ def train(
 ) -> int:
     """Train the network of an architecture from scratch and test it once, at the end."""
     track = o.trackers(locals())
+    # torchrun has started all processes again with the same command: they resume what the first attempt began.
     if (begun := restarted_folder()) is not None and seeds is None:
         out, resume, overwrite = begun, True, False
     if resume:
@@ -236,10 +237,12 @@ def run_train(
     """Trains the architecture and the random ones, on a GPU at the same time, and compares them."""
     check_at_once(at_once)
     chosen, recipe = train_recipe(genotype, given, config=config, resume_from=out if resume else None)
+    # A resumed run passed this check when it began.
     if not resume:
         check_trainable(chosen, recipe)
     if random and recipe.task == "retrieve":
         raise UserError("--random compares accuracies of classifiers; train the random architectures separately")
+    # A resumed run keeps the genotype of its folder, with what that says about a budget.
     if random and not resume:
         chosen = with_budget(chosen, genotype, recipe)
     others = draw_random(chosen, recipe, random) if random else []  # raises before the first training run
@@ -290,6 +293,7 @@ def run_train(
 
             def begin(number: int, _: Genotype, place: Path) -> None:
                 display.heading = f"\nrandom architecture {number} of {random}: {place}"
+                # Trackers log every architecture as a separate run.
                 listener.folder = place
 
             baseline = random_baseline(

@@ -276,6 +276,7 @@ def _kinds(model: Model) -> str:
 
 
 def _class(name: str, about: str, lines: Sequence[str]) -> str:
+    # The sentence is written as it is, so it must need no escapes; one that is too long is left out.
     text = f'    """{about}"""\n\n' if about and '"' not in about and "\\" not in about and len(about) < WIDTH else ""
     return f"class {name}(Part):\n{text}" + "\n".join(f"    {line}" for line in lines)
 

@@ -126,6 +126,7 @@ def locate(module: str, name: str) -> Found | None:
     if found is not None:
         return found
     try:
+        # What is imported may also be a module of its package.
         importlib.import_module(f"{origin}.{inner}")
     except ImportError:
         raise UserError(
@@ -218,6 +219,7 @@ class Sources:
         head, body = _Writer(self, module), _Writer(self, module)
         own = self.own.setdefault(key, set())
         bases = [base for base in (head.base(b) for b in node.bases) if base not in DROPPED_BASES]
+        # `Part` has the only `__init__`: that of the module itself is not copied.
         if is_module and not any(issubclass(b, nn.Module) and b is not nn.Module for b in kind.__bases__):
             bases.append("Part")
         decorators = [f"@{head.expression(d)}" for d in node.decorator_list if "dataclass" in ast.dump(d)]
@@ -282,8 +284,10 @@ class _Writer:
     def _copy(self, node: ast.stmt | ast.expr) -> str:
         assert node.end_lineno is not None and node.end_col_offset is not None
         lines = self._module.segment(node)
+        # Column offsets of `ast` count bytes of UTF-8, not characters.
         lines[-1] = lines[-1].encode()[: node.end_col_offset].decode()
         lines[0] = " " * node.col_offset + lines[0].encode()[node.col_offset :].decode()
+        # From the end, so that the positions of earlier names stay valid.
         for (row, start, end), text in sorted(self._edits(node).items(), reverse=True):
             line = lines[row - node.lineno].encode()
             lines[row - node.lineno] = (line[:start] + text.encode() + line[end:]).decode()

@@ -102,6 +102,7 @@ class _Root(nn.Module):
         return self.module.forward(*_map(self._arguments, lambda _: next(rest)))
 
 
+# torch.fx makes a single proxy for `*values`, so there is a class for each number of tensors.
 class _Root1(_Root):
     def forward(self, a: Any) -> Any:
         return self.run(a)
@@ -129,6 +130,7 @@ class _Value(fx.Proxy):
 
 class _Tracer(fx.Tracer):
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        # Children stay calls: `Units` traces each of them by itself.
         return True
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
@@ -166,6 +168,7 @@ class _Writer:
         for parameter, value in zip(self._parameters, arguments, strict=True):
             name(value, parameter)
         self._uses: Counter[fx.Node] = Counter()
+        # From the end: what only unused nodes read is not used either.
         for node in reversed(graph.nodes):
             if node.op == "output" or self._uses[node]:
                 self._count([*node.args, *node.kwargs.values()])

@@ -252,6 +252,7 @@ def _keyword(name: str) -> str:
 
 def _names_of(base: type, module: nn.Module) -> frozenset[str]:
     """The attributes that torch's own constructor sets."""
+    # Only the names are needed, not the memory of the weights.
     with torch.device("meta"):
         plain: nn.Module = base(**dict(_given(module, base)))
     return frozenset({*plain.__dict__, *plain._parameters, *plain._buffers, *plain._modules})

@@ -41,6 +41,7 @@ from softcell.settings import build
 from softcell.spaces import Shape
 
 OPSET = 20
+"""Version of the operators; `scan` takes its own from the module of the same version."""
 CALIBRATION = 256
 """Training images whose activations give the ranges."""
 MOST_MEASURED = 2000
@@ -338,6 +339,7 @@ def _check_same(model: Model, dataset: Dataset, known: dict[str, Any], source: P
             f"classes, but {dataset.name} has {list(dataset.shape)} and {len(dataset.classes)} classes or other names; "
             "give the right --data"
         )
+    # Times of files change when a dataset is copied, its content does not.
     before = {key: value for key, value in known.get("fingerprint", {}).items() if not key.endswith("times")}
     if before and any(content_of(dataset).get(key) != value for key, value in before.items()):
         raise UserError(
@@ -364,6 +366,7 @@ def write_int8(model: Model, data: CalibrationData, file: Path, record: Path) ->
     proto = onnx.load(quantised_file)
     set_metadata(proto, metadata_of(model))
     atomic_write_bytes(file, proto.SerializeToString())
+    # Size and speed are those of this file, which is written again with the results in its metadata.
     found = _compare(model, data, plain, file)
     described = json.dumps(found.to_dict(), indent=2) + "\n"
     set_metadata(proto, {**metadata_of(model), "int8": json.dumps(found.to_dict())})

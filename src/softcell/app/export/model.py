@@ -198,6 +198,7 @@ def check_equal(name: str, expected: Tensor, found: Tensor) -> float:
         )
     scale = max(float(expected.abs().max()), 1e-6)
     difference = float((expected - found).abs().max()) / scale
+    # In this form NaN is rejected too.
     if not difference <= TOLERANCE:
         raise RuntimeError(
             f"{name} differs from the network by {difference:.1e} of the largest output at batch size "
@@ -213,6 +214,7 @@ def onnx_session(file: Path, *, threads: int = 0) -> Any:
     options.intra_op_num_threads = threads
     options.log_severity_level = 3  # only errors
     try:
+        # Read here, so that an unreadable file is an OSError with the system's own reason.
         return runtime.InferenceSession(file.read_bytes(), options, providers=["CPUExecutionProvider"])
     except OSError as error:
         raise UserError(f"{file} must be an ONNX file, but cannot be read: {error.strerror or error}") from error

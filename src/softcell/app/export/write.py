@@ -110,6 +110,7 @@ class Ready:
     def write(self, to: Format) -> Exported:
         """Writes the network as `to`, one of the formats that were checked."""
         model, names, quantised = self.model, FILES[to], None
+        # Building and tracing modules draws random numbers; those of the caller stay the same.
         with locked(self.place), _staged(self.place, names) as stage, torch.random.fork_rng(devices=[]):
             match to:
                 case "onnx":
@@ -256,6 +257,7 @@ def _check_free(source: Path, place: Path, files: tuple[Path, ...], overwrite: b
 
 
 def _write_weights(model: Model, file: Path) -> float:
+    # safetensors accepts only contiguous tensors.
     state = {name: tensor.contiguous() for name, tensor in model.network.state_dict().items()}
     atomic_write_bytes(file, save(state))
     if not _holds(file, model):
@@ -313,6 +315,7 @@ def write_pack(
     needed = list(dict.fromkeys((op, spec, size) for _, op, spec, size in places))
     chosen = [*genotypes, *(sample(layout, seed) for seed in range(networks))]
     total = len(needed) + len(chosen)
+    # Next to the folder, because `os.replace` works only within one file system.
     stage = folder.absolute().with_name(f".{folder.name}.tmp")
     shutil.rmtree(stage, ignore_errors=True)  # left by a command that was killed
     files: dict[str, list[int]] = {}
@@ -333,6 +336,7 @@ def write_pack(
             if copy not in files:
                 add(copy, _copying(size), size)
             name = f"candidate-{number:03}-{op}-{described}-stride-{spec.stride}.onnx"
+            # Building a module draws its initial weights; the caller's random numbers stay the same.
             with torch.random.fork_rng(devices=[]):
                 module = get_candidate(op).build(spec).eval()
             add(name, _onnx(module, size), size)
@@ -349,6 +353,7 @@ def write_pack(
         pack = {
             "format": PACK_FORMAT,
             "version": PACK_VERSION,
+            # The script resumes only with times that were measured with the same files.
             "digest": written.hexdigest()[:32],
             "about": {"unit": "ms", "batch": batch, **(about or {})},
             "files": files,
@@ -382,6 +387,7 @@ def _copying(size: Sequence[int]) -> bytes:
     ends = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["batch", *size]) for name in (INPUT, "output")]
     graph = helper.make_graph([helper.make_node("Identity", [INPUT], ["output"])], "copy", ends[:1], ends[1:])
     opset = [helper.make_opsetid("", OPSET)]
+    # The format that torch's exporter writes; older versions of onnxruntime reject the latest one.
     content: bytes = helper.make_model(graph, opset_imports=opset, ir_version=10).SerializeToString()
     return content
 

@@ -86,6 +86,7 @@ def first_choice(inspection: Inspection, request: RunRequest, *, is_gpu: bool, i
     """The first choice, before anything is measured; images of folders have `KEPT_SIZE` pixels at most."""
     name = request.space or (LARGE_SPACE if is_gpu and request.time > 2 * HOUR else SMALL_SPACE)
     method = request.method or "snas"
+    # A tenth of the images at most: an epoch has ten steps or more.
     batch = max(LEAST_BATCH, min(96 if is_gpu else 64, inspection.num_train // 10))
     side = inspection.sides[1]
     shape, sizes = (inspection.channels, side, side), _sizes(name, request)
@@ -111,7 +112,7 @@ def _sizes(name: str, request: RunRequest) -> tuple[dict[str, Any], dict[str, An
 
 
 def resized(choice: Choice, size: int) -> Choice:
-    """The same for images of `size` pixels."""
+    """The choice for images of `size` pixels."""
     return replace(choice, image_size=size, shape=(choice.shape[0], size, size))
 
 
@@ -199,7 +200,7 @@ def train_recipe(
     seed: int = 0,
     is_tested: bool = False,
 ) -> TrainRecipe:
-    """The same for all networks, in the competition and after it, except for the length and what depends on it.
+    """The recipe of a training run: the same for all networks and rounds, except for the length and what depends on it.
 
     expected: the number of epochs that there will probably be.
     """
@@ -304,6 +305,7 @@ class Chooser:
             final = min(self.time.share * self.request.time, self.time.end - plan.used())
             better = best_size(choice, inspection.sides[1], measured.epochs_in(final)) if may_resize else side
             is_hurried = plan.used() > HURRIED * self.request.time  # on a busy machine each measurement takes long
+            # Forecasts from two sizes may each point at the other, so no size is measured again.
             if better in tried or len(tried) == MOST_TRIED or (is_hurried and better > side):
                 break
             choice = resized(choice, better)
@@ -365,6 +367,7 @@ class Chooser:
         def job(folder: Path, watch: OnEvent) -> TrainResult:
             def on_event(event: Event) -> None:
                 nonlocal used
+                # The training chooses the number itself, and the measurement ends it before it has a result.
                 used = torch.get_num_threads()
                 watch(event)
 

@@ -201,6 +201,7 @@ def sized(
             return False
         return True
 
+    # 0 stands for the fixed width of the space.
     widths = [0] if most is None else [channels for channels in WIDTHS if channels <= most and is_allowed(channels)]
 
     def cost(channels: int) -> Cost:
@@ -246,12 +247,15 @@ class Contest:
         candidates = {each["name"]: build(Candidate, each, "plan: candidate") for each in state["candidates"]}
         rounds: list[dict[str, Any]] = state["rounds"]
         while "winner" not in state:
+            # A round without `kept` was interrupted: it continues.
             if not rounds or "kept" in rounds[-1]:
                 entered = [candidates[name] for name in (rounds[-1]["kept"] if rounds else state["entered"])]
                 is_last = len(rounds) + 1 == num_rounds(len(state["entered"]))
+                # A resumed or slow run may be past its time, but a round needs some: a time of 0 means no limit.
                 room = max(min(state["until"], self.time.final_from) - plan.used(), 0.02 * self.request.time)
                 seconds, seeds = round_time(entered, room, choice.epoch, is_last=is_last, start=choice.start)
                 names = [each.name for each in by_importance(entered)]
+                # Saved before it runs: a resumed round has the same seconds, seeds and networks.
                 rounds.append({"seconds": seconds, "seeds": seeds, "names": names, "results": {}, "is_last": is_last})
                 plan.save()
             self._round(choice, len(rounds), rounds[-1], candidates)
@@ -302,9 +306,11 @@ class Contest:
         what = f"{of}: {count_of(len(names), 'network')}, {state['seconds']:.1f} s each{seeds}"
         with self.screen.working(what) as step:
             for done, (seed, name) in enumerate(jobs_left):
+                # Measured before the run was interrupted: every finished seed has left one accuracy.
                 if len(results.get(name, {}).get("accuracies", ())) > seed:
                     continue
                 step(done, len(jobs_left), name)
+                # The largest plain network comes first in every round, so its epochs are known to the smaller ones.
                 largest = results.get(LARGEST, {}).get("epochs", 0)
                 own = results.setdefault(name, {"accuracies": [], "epochs": 0, "seconds": 0.0})
                 try:
@@ -322,6 +328,7 @@ class Contest:
         found = [Result(name, tuple(own["accuracies"]), own["epochs"], own["seconds"]) for name, own in results.items()]
         kinds = {name: candidate.kind for name, candidate in candidates.items()}
         if state["is_last"]:
+            # There is no count if every network has diverged.
             made = decide(found, kinds, plan.competition.get("count", 1), self._times_longer(choice, found))
             state["kept"] = [made.winner]
             plan.competition |= decided(made)

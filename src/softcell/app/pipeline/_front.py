@@ -119,6 +119,7 @@ def time_shares(epochs: Sequence[float]) -> list[float]:
         rest = 1.0 - least * len(small)
         total = sum(seconds for i, seconds in enumerate(epochs) if i not in small)
         shares = [least if i in small else rest * seconds / total for i, seconds in enumerate(epochs)]
+        # Rounding must not put a share below the least that equals it.
         below = {i for i, share in enumerate(shares) if share < least - 1e-12}
         if not below:
             return shares
@@ -192,7 +193,7 @@ def _given(plan: Plan) -> tuple[str, tuple[str, ...]]:
 
 
 def _request(request: RunRequest, limited: str, budget: str) -> RunRequest:
-    """The same for a single budget."""
+    """The request with a single budget."""
     return replace(request, max_params=budget) if limited == "max_params" else replace(request, max_flops=budget)
 
 
@@ -222,6 +223,7 @@ def _planned(plan: Plan, choice: Choice, inspection: Inspection) -> dict[str, An
             first = Cost(chosen[0].parameters, chosen[0].multiply_adds) if chosen else networks[budget][-1][1]
             epochs[budget] = seconds(first)
         shares = dict(zip(budgets, time_shares(list(epochs.values())), strict=True))
+    # Equal seconds mean the same network, which needs no second competition under a larger budget.
     kept = [one for i, one in enumerate(budgets) if i == 0 or epochs[one] != epochs[budgets[i - 1]]]
     shares = dict(zip(kept, time_shares([epochs[one] for one in kept]), strict=True))
     for budget in kept:

@@ -122,7 +122,7 @@ class Inspection:
 
 
 def inspect_dataset(dataset: Dataset) -> Inspection:
-    """The same facts about a dataset that needs no corrections."""
+    """The inspection of a dataset, which needs no corrections."""
 
     def counts(labels: Iterable[int]) -> dict[str, int]:
         found = Counter(labels)
@@ -138,6 +138,7 @@ def inspect_folder(root: Path, on_step: OnStep | None = None) -> Inspection:
     root = root.resolve()
     notes: list[str] = []
     base = _unwrapped(root)
+    # Plain: the folder can be loaded as it is. Whatever is corrected below needs links instead.
     is_plain = base == root
     parts = _parts(base)
     images: list[Image] = []
@@ -235,6 +236,7 @@ def _read(images: list[Image], root: Path, on_step: OnStep | None) -> tuple[list
     def read(image: Image) -> Image | str:
         try:
             header = read_header(image.path)
+            # Only whether the pixels can be decoded matters, so a small size is enough.
             decode(image.path, 3, (16, 16))
             return Image(image.path, image.label, image.part, header)
         except DecodeError as error:
@@ -320,11 +322,13 @@ def make_links(inspection: Inspection, folder: Path) -> Path:
     for number, image in enumerate(inspection.images):
         place = temporary / image.part / image.label if inspection.test else temporary / image.label
         place.mkdir(parents=True, exist_ok=True)
+        # Numbered, because files from different subfolders may have the same name.
         link = place / f"{number:06}-{image.path.name}"
         try:
             link.symlink_to(image.path)
         except OSError:  # a file system without links
             shutil.copyfile(image.path, link)
+    # Only now, so that an interrupted inspection leaves no half-filled folder.
     temporary.rename(folder)
     return folder
 
@@ -404,6 +408,7 @@ class OwnModel:
                 f"--beside {self.file} accepts images of {self.shape[0]} channels, but those of the run have {channels}"
             )
         pixels = torch.zeros(BATCH, channels, *self.shape[1:], dtype=torch.uint8)
+        # Not timed: the first call also sets the model up.
         self.scores(pixels[:2])
         began = time.perf_counter()
         found = self.scores(pixels).shape[1]

@@ -79,6 +79,7 @@ class RunRequest:
         several = {
             name: budgets
             for name, text in (("max_params", self.max_params), ("max_flops", self.max_flops))
+            # "1" stands for a missing budget: it is a single one.
             if len(budgets := split_budgets("--" + name.replace("_", "-"), text or "1")) > 1
         }
         if len(several) > 1:
@@ -223,6 +224,7 @@ class Plan:
     @classmethod
     def create(cls, folder: Path, request: RunRequest) -> Plan:
         """The plan of a new run in a new or empty folder."""
+        # Before the folder is created: a rejected request leaves nothing.
         request.check()
         was_there = _make_folder(folder)
         provenance = {"created": now(), **collect()}
@@ -244,6 +246,7 @@ class Plan:
         check_types(data, str(file), _TYPES)
         data = Fields.of(data, str(file))
         request = build(RunRequest, data["request"], str(file))
+        # `front` is not among `PARTS`: plans with a single budget have none.
         plan = cls(folder, request, **{key: data[key] for key in ("data", "seconds", *PARTS)}, front=data.get("front"))
         for candidate in (plan.competition or {}).get("candidates", ()):  # names of folders inside this one
             if not re.fullmatch(r"found|(plain|random)-\d+", str(candidate.get("name"))):
@@ -344,6 +347,7 @@ class Load:
 
     def _measured(self) -> float:
         cpu, waited = self._counters()
+        # Four samples a quarter of the window apart: the oldest is where the window begins.
         if cpu - self._samples[-1][0] > WINDOW / 4:
             self._samples = [*self._samples[-3:], (cpu, waited)]
         ran, late = cpu - self._samples[0][0], waited - self._samples[0][1]
@@ -352,6 +356,7 @@ class Load:
     def _counters(self) -> tuple[float, float]:
         try:
             ran, waited, _ = Path("/proc/thread-self/schedstat").read_text(encoding="ascii").split()
+            # Kernels without scheduler statistics report zeros.
             if int(ran):
                 return int(ran) / 1e9, int(waited) / 1e9
         except (OSError, ValueError):

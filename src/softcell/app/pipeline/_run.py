@@ -118,6 +118,7 @@ def run(plan: Plan, screen: Screen) -> Outcome:
         raise UserError(
             "`softcell run` plans the time of one process; under torchrun use `softcell search` and `train`"
         )
+    # Another process may hold the lock; its folder must not be discarded.
     begun = False
     try:
         with locked(plan.folder):
@@ -142,6 +143,7 @@ def _run_alone(plan: Plan, screen: Screen) -> Outcome:
         plan.save()
         return Outcome(stopped.exit_code, None)
     except UserError as error:
+        # Without a choice `run` discards the folder, so there is nothing to record.
         if plan.choice is not None:
             _record(plan, "failed")
         if isinstance(error, DivergedError):
@@ -303,12 +305,14 @@ class _Run:
         if "recipe" not in plan.search:
             return None
         folder = plan.folder / "search"
+        # The folder may have been moved: `plan.data` is where its images are now.
         recipe = build(SearchRecipe, {**plan.search["recipe"], "data": plan.data}, "plan: search")
         heading = (
             f"search {choice.method} in space {choice.space}, {describe_length(recipe)} ({self.time.used_in_words()})"
         )
         # It also ends while there is still time to compare what it has found.
         latest = self.time.final_from - least_competition(choice.start, choice.epoch)
+        # Stored once: a resumed search does not get its time again.
         until = plan.search.setdefault("until", min(plan.used() + OVERRUN * plan.search["expected"], latest))
         plan.save()
         try:
@@ -322,6 +326,7 @@ class _Run:
                 f"search shortened from {describe_length(recipe)} to {describe_length(shorter)}: its time is up"
             )
             plan.search["recipe"] = shorter.to_dict()
+            # Manifest and checkpoint too: a search is only resumed with the recipe of its checkpoint.
             RunFolder.open(folder).update(recipe=shorter.to_dict())
             replace_recipe(folder, shorter.to_dict())
             plan.save()
@@ -349,6 +354,7 @@ class _Run:
             plan.training = {"name": winner.name, "recipe": recipe.to_dict(), "until": plan.used() + seconds}
             plan.save()
         genotype = Genotype.from_dict(winner.genotype)
+        # As in `search`: where the images are now.
         recipe = build(TrainRecipe, {**plan.training["recipe"], "data": plan.data}, "plan: train")
         heading = f"train {winner.name} ({winner.title}) for {clock(recipe.time)} ({self.time.used_in_words()})"
         self.screen.print("")
@@ -362,6 +368,7 @@ class _Run:
                     folder,
                     resume=has_run(folder),
                     on_event=watched,
+                    # The end moves with the load of the machine, and the training follows it.
                     later=lambda: self.time.end - until,
                 )
         except _TooSlowError as slow:
@@ -369,6 +376,7 @@ class _Run:
             self.screen.print(f"{winner.name} replaced by {smaller.name}: the machine is slower than measured, and")
             self.screen.print(f"only {epochs:.1f} of at least {LEAST_EPOCHS} epochs would be possible")
             self.contest.replace(winner, smaller)
+            # Until the plan is saved, a resumed run trains the winner again, in a new folder.
             shutil.rmtree(folder)
             plan.training = None
             plan.save()

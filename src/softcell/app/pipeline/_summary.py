@@ -78,7 +78,8 @@ class Round:
 
 
 def standard_error(first: float, second: float, count: int) -> float:
-    """Of the difference of two accuracies, each measured on `count` images."""
+    """The standard error of the difference of two accuracies, each measured on `count` images."""
+    # Accuracies of 0 and 1 have an estimated variance of 0, which no finite number of images can show.
     return math.sqrt(max(first * (1 - first) + second * (1 - second), 0.5 / count) / count)
 
 

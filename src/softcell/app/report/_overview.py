@@ -251,6 +251,7 @@ def read_front(folders: Sequence[Path]) -> Mapping[str, Any] | None:
     """The front that all folders belong to, RUN/search or RUN/BUDGET/train; None without one that can be read."""
     around = [set(folder.resolve().parents) for folder in folders]
     common = set.intersection(*around) if around else set()
+    # The front is one folder above RUN/search, and two above RUN/BUDGET/train.
     files = [parent / FRONT for parent in sorted(common, key=lambda parent: -len(parent.parts))]
     file = next((file for file in files[:2] if file.is_file()), None)
     try:

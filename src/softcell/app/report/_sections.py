@@ -231,6 +231,7 @@ def changed(rows: Sequence[Mapping[str, Any]], table: str) -> list[tuple[float, 
     for row in rows:
         edges = mapping(mapping(row.get("genotype")).get(table)).get("edges")
         epoch = number(row.get("epoch"))
+        # Without tables the line is about one sampled architecture, not about what the search would derive.
         if not isinstance(edges, list) or epoch is None or "tables" not in row:
             continue
         now = {str(edge) for edge in edges}

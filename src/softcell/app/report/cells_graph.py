@@ -225,6 +225,7 @@ def order_items(graph: Graph, apart: Apart) -> list[int]:
                 to = next((k for k in way if apart[item][order[k]]), None)
                 if to is not None:
                     yield item, order[to], at, to
+                    # The caller may have moved the item meanwhile.
                     at = order.index(item)
 
     def uncross(order: list[int]) -> list[int]:
@@ -248,6 +249,7 @@ def order_items(graph: Graph, apart: Apart) -> list[int]:
             abs(y[start] + leave - y[vertices + i]) + abs(y[end] + enter - y[vertices + i])
             for i, ((start, end, _), (leave, enter)) in enumerate(zip(graph.edges, ports, strict=True))
         ]
+        # Every pair is counted from both of its sides.
         return CROSSING * crossings(_ranks(order), pieces, pieces) / 2 + sum(climbs)
 
     order = uncross(list(range(total)))
@@ -267,6 +269,7 @@ def order_items(graph: Graph, apart: Apart) -> list[int]:
             moved.insert(to, moved.pop(at))
             found = cost(moved)
             if found < least - 0.5:
+                # In place, so that `neighbours` continues with the new order.
                 best[:], least = moved, found
     inputs = [v for v in range(vertices) if graph.kinds[v] == "input"]
     if len(inputs) > 1 and best.index(inputs[0]) > best.index(inputs[-1]):
@@ -321,6 +324,7 @@ def place_items(
         return low, min((y[other] - needed for other, needed in below[item]), default=float("inf"))
 
     y = [0.0] * total
+    # Many orders are compared, for which rough positions are enough.
     for _ in range(60 if final else 6):
         wanted = [sum(y[o] + d for o, d in pulls[i]) / len(pulls[i]) if pulls[i] else y[i] for i in range(total)]
         wanted = [(old + new) / 2 for old, new in zip(y, wanted, strict=True)]
@@ -348,7 +352,7 @@ def place_items(
 
 
 def item_height(graph: Graph, item: int, column: int) -> float:
-    """Of a node, which grows with its edges, or of an edge in one of its columns."""
+    """The height of a node, which grows with its edges, or of an edge in one of its columns."""
     if item >= len(graph.labels):
         return LABEL_HEIGHT if graph.label_columns[item - len(graph.labels)] == column else LINE_HEIGHT
     most = max(sum(edge[end] == item for edge in graph.edges) for end in (0, 1))
@@ -388,4 +392,5 @@ def split_rows(graph: Graph, widths: Sequence[float], gaps: Sequence[float]) -> 
 
     rows = split(ROW_WIDTH)
     limits = [ROW_WIDTH - 20 * step for step in range(int(ROW_WIDTH / 20))]
+    # The narrowest rows that need no further row are about equally wide.
     return [narrower for limit in limits if len(narrower := split(limit)) == len(rows)][-1]

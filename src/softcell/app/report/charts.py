@@ -244,6 +244,7 @@ def ticks(low: float, high: float, whole: bool = False, wanted: int = 6) -> list
     power = 10.0 ** math.floor(math.log10(raw)) if raw > 0 else 0.0
     if power == 0.0 or not math.isfinite(power):
         return [(low, f"{low:.4g}"), (high, f"{high:.4g}")]
+    # The tolerances here keep rounding from choosing the next larger step or adding an empty interval.
     step = next(power * m for m in (1, 2, 5, 10) if power * m >= raw * 0.999)
     step = max(step, 1.0) if whole else step
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)

@@ -231,6 +231,7 @@ def without_repeats(runs: Sequence[Run]) -> tuple[list[Run], list[str]]:
     seen: dict[str, Run] = {}
     notes = []
     for run in runs:
+        # Recipe and seed decide the architecture of a search, but not that of a training run.
         cells = None if run.genotype is None or run.kind == "search" else run.genotype.to_dict()["cells"]
         key = json.dumps([run.kind, run.seed, run.method, run.space, _done(run), cells], sort_keys=True, default=str)
         if key in seen:
@@ -265,6 +266,7 @@ def _groups(runs: Sequence[Run]) -> list[Group]:
         alike = [
             other[0] for other in members if _place(other[0]) == _place(first) and _measure(other[0]) == _measure(first)
         ]
+        # A name has only the settings in which groups of the same method, space and data differ.
         differing = varying([texts(_done(run)) for run in alike])
         own = texts(_done(first))
         extra = ", ".join(f"{key}={_value(own, key)}" for key in differing)

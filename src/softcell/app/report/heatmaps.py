@@ -113,6 +113,7 @@ def _heat_cell(x: float, y: float, value: float, low: float, high: float) -> str
         ink = "sc-num sc-quiet"
     else:
         shade = _shade(value, low, high)
+        # Adding 0.0 turns -0.0 into 0.0.
         style, label = f"sc-h{shade}", f"{round(value, 2) + 0.0:.2f}" if -10 < value < 100 else f"{value:.0e}"
         ink = f"sc-num sc-t{shade}"
     box = f'<rect class="{style}" x="{num(x + 1)}" y="{num(y + 1)}" width="{num(CELL_WIDTH - 2)}" '
@@ -231,6 +232,7 @@ def _follows(name: str, names: Names, frame: Mapping[str, Any]) -> bool:
         return False
     width = names.table.width
     try:
+        # Rows of a ragged table may be shorter than its width.
         derived = names.rule(names.table, torch.tensor([[*row, *[0.0] * width][:width] for row in found]))
     except (UserError, ValueError, IndexError):
         return False
@@ -364,6 +366,7 @@ def confusion(run: Run) -> Html | None:
 def _pairs(counts: Tensor, names: list[str]) -> Html:
     wrong = counts.clone()
     wrong.fill_diagonal_(0)
+    # Stable: a page has the same bytes for the same run.
     order = torch.argsort(wrong.flatten(), descending=True, stable=True)[:MOST_PAIRS].tolist()
     rows = [divmod(k, len(names)) for k in order if int(wrong.flatten()[k])]
     if not rows:

@@ -119,6 +119,7 @@ def render(
     else:
         body = join(remarks, empty, [section(run, i, label=False, comparison=top) for i, run in enumerate(runs)])
     script, style = _asset("page.js"), _asset("page.css") + page_sheet(*shade_rules(tables=True))
+    # Run folders may hold anyone's text: only this script may run, and nothing may be loaded from elsewhere.
     policy = (
         f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src '{_hash(script)}'; "
         "base-uri 'none'; form-action 'none'" + ("; connect-src 'self'" if live else "")
@@ -175,6 +176,7 @@ class LivePage:
         self._known: dict[Path, Run] = {}
         self._seen: object = None
         self._page = b""
+        # Every request has its own thread.
         self._lock = threading.Lock()
 
     def get(self) -> tuple[bytes, str]:
@@ -204,6 +206,7 @@ class LivePage:
         shown, notes = [], []
         for folder in folders:
             try:
+                # Read ahead: only folders that can be read are labelled and counted.
                 self._read(folder, folder.name)
                 shown.append(folder)
             except UserError as error:
@@ -279,6 +282,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _send(self, code: int, body: bytes, kind: str, with_body: bool, tag: str | None = None) -> None:
         self.send_response(code)
         self.send_header("Content-Type", kind)
+        # In a 304 the length would be that of the page, which is not sent.
         if code != 304:
             self.send_header("Content-Length", str(len(body)))
         self.send_header("Cache-Control", "no-store")

@@ -167,6 +167,7 @@ def _score(value: object, measure: str, top5: object = None) -> Score | None:
 
 def number(value: object) -> float | None:
     """`value` if it is a finite number, else None."""
+    # A bool is an int too, but `true` in a file is no number.
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     try:
@@ -204,6 +205,7 @@ def is_phase(folder: Path) -> bool:
 def companions(folder: Path) -> list[Path]:
     """The random architectures trained for comparison in `folder` (`softcell train --random N`)."""
     found = [file.parent for file in folder.glob(f"random-*/{MANIFEST}")]
+    # random-10 comes after random-9.
     return sorted(found, key=lambda path: (len(path.name), path.name))
 
 
@@ -256,6 +258,7 @@ def labels(folders: Sequence[Path]) -> list[str]:
     paths = [folder.resolve() for folder in folders]
     if len(paths) < 2:
         return [path.name for path in paths]
+    # Of the parents, so that every label has at least the name of its folder.
     common = Path(os.path.commonpath([path.parent for path in paths]))
     return [str(path.relative_to(common)) for path in paths]
 

@@ -190,6 +190,7 @@ class Tracking:
             manifest = RunFolder.open(self._where, lenient=True).manifest
             known = {name: number(value) for name, value in manifest["results"].items()}
             results = {name: value for name, value in known.items() if value is not None}
+            # The context ended without an error, but the run is not finished: a signal stopped it.
             status = "interrupted" if status == "finished" != manifest["status"] else status
         self._each("finish", results, status)
         self._running = {}
@@ -200,11 +201,13 @@ class Tracking:
         self._phase = "phase-1/" if in_first else ""
         if self._running and self._where == self.folder:
             return  # the second phase: the same run
+        # Another run begins, such as the next random architecture.
         self.close()
         self._where = self.folder
         recipe = RunFolder.open(self.folder).manifest["recipe"] if has_manifest else {}
         stored = read_json(self.folder / IDS) if (self.folder / IDS).is_file() else None
         is_resumed = event.epoch > 0 or event.step > 0
+        # A new run in this folder must not continue the one that it replaces.
         known = stored if isinstance(stored, dict) and is_resumed else {}
         ids = {name: str(known[name]) for name in self._trackers if name in known}
         for name, tracker in self._trackers.items():

@@ -132,6 +132,7 @@ def random_search(space: str, epochs: int) -> dict[str, Any]:
         "space": space,
         "data": "cifar10",
         "epochs": 10,
+        # Rounded up: never fewer epochs than the search that it is compared with.
         "method_settings": {"samples": -(-epochs // 10)},
     }
 
@@ -483,6 +484,7 @@ def _full(**settings: Any) -> dict[str, Any]:
     return {"method": "fullattention", "data": "cifar10", **settings}
 
 
+# The ablation without phase 1 begins with random logits; phase 1 itself begins with zeros.
 _ALONE = {"pretrain": {"epochs": 0}, "method_settings": {"init_scale": 1e-3}}
 _FOUND = ("search", "parameters", "multiply_adds", "cost")
 FULLATTENTION = Paper(

@@ -98,6 +98,7 @@ class Plan:
                     before = found.get(job.folder)
                     rows = (*(before.rows if before else ()), row.name)
                     found[job.folder] = replace(job, rows=tuple(dict.fromkeys(rows)))
+        # Stable: runs of one stage keep the order of the tables.
         return sorted(found.values(), key=lambda job: STAGES[job.kind])
 
     def jobs_of(self, table: PaperTable, row: Row) -> Iterator[Job]:
@@ -158,6 +159,7 @@ class Plan:
             settings = layered(settings, self.paper.small, SMALL_SEARCH)
             if settings["method"] == "random":
                 settings = layered(settings, {"method_settings": {"samples": 2}})
+            # `small` shortens the selection of every search of the paper; most have none.
             if not settings.get("select", {}).get("by"):
                 settings.pop("select", None)
         if self._is_guided(name):
@@ -173,6 +175,7 @@ class Plan:
             small = SMALL_CLASSIFIER if self.small else {}
             settings = layered(settings, small, {"classifier_settings": dict(row.classifier)})
         elif self.small:
+            # Digits keep their size.
             settings.pop("image_size", None)
             settings = layered(settings, SMALL_TRAINING, self.paper.small_training)
         folder = Path("train") / name / network / f"seed-{seed}"
@@ -191,6 +194,7 @@ class Plan:
         limits = [table.limit for table in self.paper.tables if any(row.random == space for row in table.rows)]
         # A rehearsal has smaller cells (nodes, layers), and all of them are small enough.
         form = self.paper.small.get("space_settings") if self.small else None
+        # "any" comes from `stand_in`, whose networks are only measured.
         unlimited = self.small or drawn == "any"
         return random_cell(space, int(number), None if unlimited or not limits else limits[0], form)
 
@@ -254,6 +258,7 @@ def _parameters(space: str, seed: int) -> int:
 
 def count_parameters(genotype: Genotype) -> int:
     """Parameters of the network for CIFAR-10, without the auxiliary tower (and without the pass that counts FLOPs)."""
+    # Shapes are enough: no memory, no random numbers.
     with torch.device("meta"):
         network = evaluation_space(genotype.space, "cifar10").network(genotype, CIFAR_SHAPE, CIFAR_CLASSES)
     return sum(parameter.numel() for parameter in network.parameters())

@@ -196,6 +196,7 @@ def _search_figures(plan: Plan, job: Job) -> dict[str, float]:
     results = manifest["results"]
     found: dict[str, Any] = {
         "search": results.get("val_accuracy"),
+        # DARTS's supernet is measured with its running statistics, which fit it.
         "search_bn": results.get("val_accuracy_bn", results.get("val_accuracy")),
         "child": results.get("child_accuracy"),
         "child_bn": results.get("child_accuracy_bn"),

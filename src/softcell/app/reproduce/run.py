@@ -190,6 +190,7 @@ def _watch(
             again = f", from epoch {event.epoch + 1}, step {event.step}" if event.epoch or event.step else ""
             notify(f"{job.title}: {'resumed' if again else 'started'}, {count_of(event.num_epochs, 'epoch')}{again}")
         elif isinstance(event, Stepped) and late():
+            # Stops all runs that share the process, and each saves its state.
             interrupt.request()
         elif isinstance(event, Finished):
             finished.append(event)
@@ -245,6 +246,7 @@ def measured_times(
     for job in plan.jobs:
         rows = epochs_done(plan.place(job))
         if rows and RunFolder.open(plan.place(job)).manifest["hardware"] == here:
+            # The metrics have the seconds of epochs only, so the start counts as 0.
             known.setdefault(kind_of(job), JobTime(0.0, sum(row["seconds"] for row in rows) / len(rows)))
     for one in jobs if measure else ():
         job = plan.stand_in(one)

@@ -80,6 +80,7 @@ def run_sweep(
     def collect() -> None:
         for name, (job, handle) in list(running.items()):
             if handle.done():
+                # Read exactly once: on this machine it also frees the job's slot.
                 code = handle.result()
                 del running[name]
                 if job.is_finished():
@@ -196,6 +197,7 @@ class Queue:
             self._asked = now
             done = subprocess.run(["squeue", "--me", "--noheader", "--format=%A"], capture_output=True, check=False)
             self._jobs = set(done.stdout.decode().split()) if done.returncode == 0 else None
+        # A job that was submitted after the last look cannot be in it.
         return self._jobs is None or since >= self._asked or job_id in self._jobs
 
 
@@ -206,6 +208,7 @@ class _Submitted:
     def done(self) -> bool:
         if self._queue is None or self._has_result():
             return bool(self._job.done())
+        # Read again, because the result may have been written before the job left the queue.
         return not self._queue.contains(str(self._job.job_id), self._since) and not self._has_result()
 
     def _has_result(self) -> bool:
@@ -276,6 +279,7 @@ class _Task:
             return 1
 
     def stop(self) -> None:
+        # The first call raises KeyboardInterrupt in the task, which then saves; only the second one kills it.
         self._ray.cancel(self._reference, force=self._asked)
         self._asked = True
 

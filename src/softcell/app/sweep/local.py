@@ -119,6 +119,7 @@ class Work:
 
     def _run(self, words: list[str], log: int, lock: int) -> int:
         with self._lock:
+            # `stop` may have come from another thread between two commands.
             if self._stopped:
                 return 130
             # In a separate session, so that Ctrl-C in a terminal reaches it through `stop` and only once.
@@ -138,6 +139,7 @@ class Work:
         except KeyboardInterrupt:
             self.stop()
             code = self._process.wait()
+        # Popen reports signal n as -n, shells as 128 + n.
         return 128 - code if code < 0 else code
 
     def stop(self, now: bool = False) -> None:
@@ -221,6 +223,7 @@ class Local:
         if self.at_once in (None, 1):
             return result
         assert self.at_once is not None
+        # Each job would otherwise use all cores, and the jobs would slow each other down.
         if "OMP_NUM_THREADS" not in os.environ:
             cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
             result["OMP_NUM_THREADS"] = str(max(1, cores // self.at_once))
@@ -286,6 +289,7 @@ class _Shared:
             if code is None:
                 return False
             self._code = code
+            # After a stop the training runs are left to the next call of the sweep.
             if code == 0 and not self._asked and commands(self._job.folder, self._job.random):
                 self._rest = self._alone()
         return self._rest is None or self._rest.done()
@@ -316,6 +320,7 @@ class SharedProcess:
         if self._process is None or self._process.poll() is not None:
             self._start()
         assert self._process is not None and self._process.stdin is not None
+        # The code of an earlier attempt.
         self._codes.pop(str(folder), None)
         self._process.stdin.write(json.dumps(str(folder)).encode() + b"\n")
         self._process.stdin.flush()
@@ -333,6 +338,7 @@ class SharedProcess:
                 start_new_session=True,  # Ctrl-C in a terminal reaches it through `stop` and only once
                 pass_fds=(writing,),
             )
+        # Only the child may hold this end, or `_listen` would never see that the child has ended.
         os.close(writing)
         threading.Thread(target=self._listen, args=(reading,), daemon=True).start()
 
@@ -371,6 +377,7 @@ def _search_steps_of(folder: Path) -> Running[int]:
 
     search = folder / "search"
     begun = has_run(search)
+    # The lock of the job, which `Work` holds for jobs in separate processes.
     with locked(folder):
         _log(folder, f"$ softcell search ({'resumed' if begun else 'new'}, in one process with other jobs)")
         recipe = search_recipe({}, resume_from=search) if begun else search_recipe({}, config=f"{search}.json")
@@ -392,6 +399,7 @@ def serve(requests: int, answers: IO[str]) -> None:
     with Interrupt() as interrupt:
         while is_open or waiting or len(runs):
             is_busy = bool(waiting or len(runs))
+            # A handled signal does not end `select`, so an idle process looks for one twice per second.
             if is_open and select.select([requests], [], [], 0.0 if is_busy else 0.5)[0]:
                 read = os.read(requests, 65536)
                 is_open = bool(read)

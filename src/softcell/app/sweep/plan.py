@@ -273,6 +273,7 @@ def jobs_of(plan: Plan, out: Path) -> list[Job]:
                     where = {key: getattr(recipe, key) for key in ("data", "data_root", "image_size", "device")}
                     where = {key: value for key, value in where.items() if value is not None}
                     train = merge(where, layered(given), plugins, {"seed": seed})
+                    # Any architecture serves to check the settings of training before one has been found.
                     some = sample(build_space(space, recipe.space_settings).layout(), 0)
                     train_recipe(some, train)
                 # The random architectures are the same for all methods, so only the first method trains them.

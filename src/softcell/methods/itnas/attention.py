@@ -408,12 +408,14 @@ def margins(
         by_image = 0.0
         if second is not None:
             # Var(a - b) = E[a²] - 2 E[ab] + E[b²] - (E[a] - E[b])², unbiased
+            # Rounding may take it just below 0.
             variance = max(0.0, second[a][a] - 2 * second[a][b] + second[b][b] - lead**2)
             by_image = sqrt(variance / max(1, images - 1))
         by_site, wins, count = 0.0, None, None
         if sites is not None and len(sites[index]):
             leads = (sites[index][:, best] - sites[index][:, other]).double().cpu().tolist()
             wins, count, centre = sum(one > 0 for one in leads), len(leads), sum(leads) / len(leads)
+            # The standard error of a mean over `count` sites.
             by_site = sqrt(sum((one - centre) ** 2 for one in leads) / max(1, count - 1) / count)
         error = sqrt(by_image**2 + by_site**2)
         found.append(

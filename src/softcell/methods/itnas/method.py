@@ -111,6 +111,7 @@ class ItSelection(Selection):
             seen = self._method.moments[table.name].mean().view(table.shape)
         else:
             own = self.by_site(table.name)
+            # The last factor: of rows of zeros, before the first pass, a geometric mean is 1 and votes have a winner.
             seen = aggregate(own, how) * self._method.masks[table.name] * own.means.any()
         return torch.where(seen.any(1, keepdim=True), seen, self._method.uniform(table.name).double())
 

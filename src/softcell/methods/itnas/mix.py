@@ -81,6 +81,7 @@ class ItMix(Mix):
             return only
         if (site, choice) in self._attention:
             weights = self._attention[site, choice]
+            # Column 0 is the IT's attention to itself.
             terms = [
                 weights[:, k + 1].to(x.dtype)[:, None, None, None] * x for k, x in outputs.items() if x is not None
             ]
@@ -142,6 +143,7 @@ class ItMix(Mix):
             ordered = {k: given[k] for k in outputs}
             if self._learns or not torch.is_grad_enabled():
                 return module(ordered, attention_alone)  # type: ignore[no-any-return]
+            # A weight step of a bilevel search: gradients pass to the maps, not to the Lite-Transformer.
             fixed = {name: p.detach() for name, p in module.named_parameters()}
             return functional_call(module, fixed, (ordered, attention_alone))  # type: ignore[no-any-return]
 

@@ -125,10 +125,12 @@ class LiteTransformer(nn.Module):
         """The IT's output [n, c, h, w], given maps [n, m + 1, h, w, c] that begin with its own, and its attention."""
         n, m, h, w, c = maps.shape
         with torch.autocast(maps.device.type, enabled=False):  # in the maps' own precision from here to the end
+            # Tokens of zeros are last (`order_of`) and add nothing.
             short = weights[:, None, :m].to(maps.dtype)
             total = torch.bmm(short, maps.view(n, m, -1)).view(n, h * w, c)
             value = self.value.weight.flatten(1).T.to(maps.dtype)
             own = self.indicator.to(maps.dtype).permute(1, 2, 0).reshape(1, h * w, c)
+            # X_0 + W_v Σ a_k X_k
             total = torch.baddbmm(own, total, value.expand(n, c, c))
             total = normalised(total, self.after_attention, written_out=maps.is_cuda)
             inner = torch.relu(_pointwise(total, self.ffn[0]))
@@ -263,6 +265,7 @@ class LiteEnsemble(nn.Module):
             query = torch.bmm(p["query.weight"], token[:, :, None])
             met = torch.bmm(p["key.weight"].transpose(1, 2), query)[:, :, 0] * width**-0.5
             if normed:
+                # (scale ⊙ t̂ + shift)·met = t̂·(scale ⊙ met) + shift·met: t̂ is needed without its scale and shift.
                 asked, moved = p["norm.weight"] * met, (p["norm.bias"] * met).sum(1, keepdim=True)
             else:  # the norm's scale and shift are 1 and 0
                 asked, moved = met, met.new_zeros(len(modules), 1)
