@@ -148,14 +148,15 @@ def layered(*layers: Mapping[str, Any]) -> dict[str, Any]:
     return merge(*({SHORT[key] if key in SHORT and isinstance(value, Mapping) else key: value} for key, value in pairs))
 
 
-def assignments(items: Iterable[str]) -> dict[str, Any]:
-    """`["weights.lr=0.1", "space.cells=5"]` to a nested mapping; values are read as YAML."""
+def assignments(items: Iterable[str], option: str = "--set") -> dict[str, Any]:
+    """`["weights.lr=0.1", "space.cells=5"]` to a nested mapping; values are read as YAML. option: named in errors."""
     result: dict[str, Any] = {}
     for item in items:
         key, equals, text = item.partition("=")
         if not equals or not key.strip():
-            raise UserError(f"--set takes key=value (for example epochs=5), got {item!r}")
-        result = merge(result, nested({key.strip(): parse_yaml(text, f"--set {key}: the value {text[:60]!r}")}))
+            example = "epochs=5" if option == "--set" else "timeout_min=60"
+            raise UserError(f"{option} takes key=value (for example {example}), got {item!r}")
+        result = merge(result, nested({key.strip(): parse_yaml(text, f"{option} {key}: the value {text[:60]!r}")}))
     return result
 
 

@@ -1,4 +1,7 @@
-"""Fused NAS-Bench-201 networks whose norms are shared by two real processes, against one process."""
+"""Fused NAS-Bench-201 networks whose norms are shared by two real processes, against one process.
+
+TRITON_INTERPRET=1 pytest tests/distributed/test_affine_ranks.py also runs the kernels on a CPU.
+"""
 
 from typing import Any
 
@@ -8,8 +11,10 @@ import torch
 from softcell.engine.distributed import World
 from softcell.spaces import execution
 from softcell.spaces.execution import is_modules_only, modules_only
-from tests.helpers.engine_launch import on_ranks
-from tests.helpers.picked_ranks import SIZE, network_steps
+from tests.helpers.engine_launch import on_ranks, results, start_ranks
+from tests.helpers.kernel_runs import MARKS
+from tests.helpers.picked_cells import CELLS, inputs_of, outcome, picked, require_close
+from tests.helpers.picked_ranks import CHANNELS, IMAGE, SIZE, network_steps, part_of
 
 
 @pytest.fixture(scope="module")
@@ -39,3 +44,37 @@ def test_fused_cells_send_one_collective_per_norm_group(ranks: list[dict[str, An
     counts = ranks[0]["collectives"]
     assert counts["local"] == 2, "the gradients of two steps"
     assert 2 < counts["fused"] < counts["modules"]
+
+
+@pytest.fixture(scope="module")
+def kernels(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("kernels")
+    return results(start_ranks(2, "picked_ranks", "kernels_on_rank", folder), folder, timeout=500.0)
+
+
+class TestKernels:
+    pytestmark = MARKS
+
+    @pytest.mark.parametrize("name", list(CELLS))
+    def test_kernels_of_two_ranks_equal_modules_of_one_process(self, kernels: list[dict[str, Any]], name: str) -> None:
+        x, factors = inputs_of(name, CHANNELS, SIZE, IMAGE)
+        cell = picked(name, CHANNELS, factors)
+        parameters, buffers = dict(cell.named_parameters()), dict(cell.named_buffers())
+        first, second = (rank[name] for rank in kernels)
+        found = {
+            key: value
+            if key in buffers
+            else value + second[key]
+            if key in parameters
+            else torch.cat([value, second[key]])
+            for key, value in first.items()
+        }
+        require_close(found, outcome(cell, x, factors, fused=False), 1e-4)
+        assert all(torch.equal(first[key], second[key]) for key in buffers), "both ranks have the same statistics"
+
+    def test_local_norms_are_those_of_a_process_with_this_part(self, kernels: list[dict[str, Any]]) -> None:
+        name = next(iter(CELLS))
+        x, factors = inputs_of(name, CHANNELS, SIZE, IMAGE)
+        for number, rank in enumerate(kernels):
+            expected = outcome(picked(name, CHANNELS, factors), x, factors, fused=False, part=part_of(number))
+            require_close(rank["local"], expected, 1e-4)

@@ -82,15 +82,17 @@ def outcome(
     last: bool = False,
     device: str = "cpu",
     dtype: torch.dtype = torch.float64,
+    part: slice = slice(None),
 ) -> dict[str, Tensor]:
     """Values of the inner nodes, gradients of a random linear function of them (`last`: of the last), and buffers.
 
-    dtype: float32 or float64, or bfloat16: of inputs and, by autocast, of modules.
+    dtype: float32 or float64, or bfloat16: of inputs and, by autocast, of modules. part: the images that are used; the
+    function is part of that of the whole batch.
     """
     wide = torch.float32 if dtype is torch.bfloat16 else dtype
     own = copy.deepcopy(cell).to(device, wide)
-    given = x.to(device, dtype).requires_grad_()
-    dropped = None if factors is None else factors.to(device, wide)
+    given = x[part].to(device, dtype).requires_grad_()
+    dropped = None if factors is None else factors[:, part].to(device, wide)
     if fused:
         ones = None if dropped is None else torch.cat([torch.ones_like(dropped[:1]), dropped])
         nodes = form_of(own)([given], ones)[1:]
@@ -99,7 +101,7 @@ def outcome(
         with torch.autocast(device, torch.bfloat16, enabled=dtype is torch.bfloat16):
             nodes = own([given])[1:]
     generator = torch.Generator().manual_seed(7)
-    slopes = [torch.randn(node.shape, generator=generator).to(node) for node in nodes]
+    slopes = [torch.randn(len(x), *node.shape[1:], generator=generator)[part].to(node) for node in nodes]
     chosen = list(zip(nodes, slopes, strict=True))[-1 if last else 0 :]
     loss: Any = sum((node * slope).sum() for node, slope in chosen)
     wanted = [given, *own.parameters()]

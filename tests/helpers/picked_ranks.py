@@ -1,5 +1,6 @@
 """What the tests of fused NAS-Bench-201 networks run on each of two ranks, and on one process as the oracle."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,11 @@ from softcell.kernels.shared import local_norms
 from softcell.spaces import _fused_plan, build_space, execution
 from softcell.spaces.execution import fused_networks, is_modules_only, modules_only
 from tests.helpers.fused_ranks import Counted
+from tests.helpers.picked_cells import CELLS, inputs_of, outcome, picked
 
 PICKS = "|nor_conv_1x1~0|+|nor_conv_3x3~0|avg_pool_3x3~1|+|skip_connect~0|none~1|nor_conv_3x3~2|"
 SIZE = 6
+CHANNELS, IMAGE = 5, (6, 5)
 
 
 def part_of(rank: int) -> slice:
@@ -57,6 +60,21 @@ def steps_on_rank(world: distributed.World, folder: Path) -> dict[str, Any]:
     assert ran == cells, "modules ran"
     counts = {"fused": len(fused.sizes), "modules": len(modules.sizes), "local": len(local.sizes)}
     return {"shared": shared, "collectives": counts, "cells": cells}
+
+
+def kernels_on_rank(world: distributed.World, folder: Path) -> dict[str, Any]:
+    """By Triton in float32: on a GPU, or on a CPU by its interpreter."""
+    device = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
+
+    def run(name: str) -> dict[str, Tensor]:
+        x, factors = inputs_of(name, CHANNELS, SIZE, IMAGE)
+        cell = picked(name, CHANNELS, factors)
+        options: dict[str, Any] = {"device": device, "dtype": torch.float32, "part": part_of(world.rank)}
+        return {key: value.cpu() for key, value in outcome(cell, x, factors, fused=True, **options).items()}
+
+    found = {name: run(name) for name in CELLS}
+    with local_norms():
+        return found | {"local": run(next(iter(CELLS)))}
 
 
 def fuse_by_twins() -> None:

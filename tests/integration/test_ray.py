@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import secrets
 import shutil
 import signal
 import subprocess
@@ -28,10 +29,17 @@ class RayCluster:
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.address = folder, f"127.0.0.1:{free_port()}"
-        self.environment = {**environment(), "RAY_USAGE_STATS_ENABLED": "0"}
+        # Ray's nodes would use a token from the home folder if there is one; clients that name an address would not.
+        token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+        self.environment = {**environment(), "RAY_USAGE_STATS_ENABLED": "0", **token}
         self.nodes: list[subprocess.Popen[bytes]] = []
+
+    def begin(self) -> None:
         self.start(
-            "--head", f"--port={self.address.rpartition(':')[2]}", f"--temp-dir={folder}", "--include-dashboard=false"
+            "--head",
+            f"--port={self.address.rpartition(':')[2]}",
+            f"--temp-dir={self.folder}",
+            "--include-dashboard=false",
         )
         until(lambda: self.alive() == 1, "the head node", 120)
         self.start(f"--address={self.address}")
@@ -79,13 +87,12 @@ class RayCluster:
 @pytest.fixture
 def cluster() -> Iterator[RayCluster]:
     folder = Path(tempfile.mkdtemp(prefix="ray-"))
-    found = None
+    found = RayCluster(folder)
     try:
-        found = RayCluster(folder)
+        found.begin()
         yield found
     finally:
-        if found is not None:
-            found.stop()
+        found.stop()
         shutil.rmtree(folder, ignore_errors=True)
         folder.with_suffix(".log").unlink(missing_ok=True)
 

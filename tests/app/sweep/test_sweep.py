@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import secrets
 import signal
 import subprocess
 import sys
@@ -16,6 +18,7 @@ from typing import Any
 import pytest
 
 import softcell
+from softcell.app.cli.main import run as run_command
 from softcell.app.sweep import Job, Plan, jobs_of, read_plan, run_sweep
 from softcell.app.sweep.launch import Queue, Ray, _Submitted, has_accounting, make_launcher
 from softcell.app.sweep.local import LOG, Local, SharedProcess, commands, last_error
@@ -25,6 +28,7 @@ from softcell.engine.lock import LOCK, announce
 from softcell.errors import UserError
 from softcell.spaces import build_space
 from softcell.spaces.costs import count_genotype
+from tests.helpers.engine_launch import free_port
 
 TINY = {"data": "digits", "epochs": 1, "batch_size": 256, "threads": 1, "space": {"channels": 2, "cells_per_stage": 1}}
 
@@ -201,6 +205,25 @@ def test_a_process_that_claims_success_without_a_run_has_failed(tmp_path: Path) 
 
     outcome = run_sweep(jobs(tmp_path, 1), Liar(), retries=0, poll=0)
     assert "without finishing" in outcome.failed["job0"][2]
+
+
+def test_a_rejected_submission_ends_the_sweep_or_counts_as_a_failed_attempt(tmp_path: Path) -> None:
+    class Rejecting(Fake):
+        def submit(self, job: Job) -> Any:
+            if job.name in ("job0", "job2"):
+                self.submitted.append(job.name)
+                raise UserError("no partition 'gpus'")
+            return super().submit(job)
+
+    first, *rest = jobs(tmp_path)
+    with pytest.raises(UserError, match="no partition 'gpus'"):
+        run_sweep([first, *rest], Rejecting(), poll=0)
+    later = Rejecting()
+    outcome = run_sweep([*rest, first], later, retries=1, poll=0)
+    assert outcome.finished == [rest[0]] and later.submitted.count("job0") == later.submitted.count("job2") == 2
+    assert {name: found[1:] for name, found in outcome.failed.items()} == dict.fromkeys(
+        ("job0", "job2"), (2, "no partition 'gpus'")
+    )
 
 
 def test_ctrl_c_stops_running_jobs_and_leaves_the_rest_open(tmp_path: Path) -> None:
@@ -436,6 +459,42 @@ def test_launchers_that_are_missing_or_cannot_start_raise(tmp_path: Path, monkey
         make_launcher("local", tmp_path, None, {"num_gpus": 1})
 
 
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (("--on", "nothing"), "Invalid value for '--on': 'nothing' is not one of 'local', 'slurm', 'ray'"),
+        (("--on", "slurm", "--cluster", "partition"), "--cluster takes key=value (for example timeout_min=60)"),
+        (("--cluster", "num_gpus=1"), "--cluster requires --on slurm or ray"),
+    ],
+)
+def test_wrong_options_are_rejected(
+    tmp_path: Path, options: tuple[str, ...], expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_command(["sweep", str(plan(tmp_path)), "--out", str(tmp_path / "out"), *options]) == 2
+    assert expected in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_torchrun_may_not_start_a_sweep(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert run_command(["sweep", str(plan(tmp_path)), "--out", str(tmp_path / "out")]) == 2
+    assert "run it without torchrun" in capsys.readouterr().err and not (tmp_path / "out").exists()
+
+
+def test_the_command_that_resumes_a_sweep_names_the_cluster(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("softcell.app.cli.report.make_launcher", lambda *given: Fake(after=interrupt))
+    options = ["--on", "slurm", "--cluster", "slurm_partition=gpu", "--cluster", "timeout_min=60"]
+    assert run_command(["sweep", str(plan(tmp_path)), "--out", str(tmp_path / "out"), *options]) == 130
+    assert f"softcell sweep {tmp_path / 'out'} {' '.join(options)}\n" in capsys.readouterr().out
+
+
 def test_ray_gets_the_job_and_its_resources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
 
@@ -526,13 +585,36 @@ def test_submitit_runs_jobs_and_returns_their_exit_codes(tmp_path: Path, monkeyp
     handles = [launcher.submit(job) for job in (done, lost)]
     assert [handle.result() for handle in handles] == [0, 1]  # nothing left to do; no folder to work in
     assert all(handle.done() for handle in handles)
+    (tmp_path / "srun").write_text("#!/bin/sh\n")
+    (tmp_path / "sbatch").write_text("#!/bin/sh\necho 'sbatch: error: invalid partition specified: gpus' >&2\nexit 1\n")
+    for program in ("srun", "sbatch"):
+        (tmp_path / program).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    rejecting = make_launcher("slurm", tmp_path / "out", None, {"slurm_partition": "gpus"})
+    with pytest.raises(UserError, match=r"Slurm did not accept the job job1: .*invalid partition specified: gpus"):
+        rejecting.submit(lost)
+    (tmp_path / "srun").unlink()
     monkeypatch.setenv("PATH", str(tmp_path))  # without Slurm
     for options in ({"cluster": "local", "no_such_option": 1}, {}):
         with pytest.raises(UserError, match="submitit cannot start"):
             make_launcher("slurm", tmp_path / "out", None, options)
 
 
+def test_an_address_without_a_ray_cluster_is_a_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace())
+    port = free_port()
+    for address in (f"127.0.0.1:{port}", f"ray://localhost:{port}", f"[::1]:{port}", "127.0.0.1:99999"):
+        with pytest.raises(UserError, match=re.escape(f"no Ray cluster can be reached at {address}")):
+            make_launcher("ray", tmp_path, None, {"address": address})
+    monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{port}")
+    with pytest.raises(UserError, match="no Ray cluster"):
+        make_launcher("ray", tmp_path, None, {})
+
+
 def test_ray_runs_a_job_on_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Ray would write a new token into the home folder, which clusters started later would require.
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    monkeypatch.setenv("RAY_AUTH_TOKEN", secrets.token_hex(32))
     ray = pytest.importorskip("ray", reason="Ray is not installed (the ray extra)")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
     (job,) = jobs_of(read_plan(plan(tmp_path)), tmp_path / "out")

@@ -249,6 +249,7 @@ def run(arguments: list[str]) -> int:
     except UserError as error:
         return _fail(str(error))
     except _UsageError as error:
+        # Typer checks choices through pydantic, which puts these words first.
         text = str(error.format_message()).replace("Value error, ", "").rstrip(".")
         return _fail(f"{text}{' See' if text.endswith('?') else '; see'} `{name} --help`") if text else USAGE
     except (KeyboardInterrupt, typer.Abort):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import signal
 import sys
 import time
@@ -237,6 +238,10 @@ def sweep(
     Each job has a folder named after its settings. The same command resumes an interrupted sweep. Failed jobs are
     retried from their last checkpoint; those that fail again are listed at the end with their last error and log.
     """
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise UserError(
+            "`softcell sweep` starts its own processes; run it without torchrun, with --jobs N or --on slurm"
+        )
     for path in plugin or ():
         trust_file(path)  # naming a plugin of the sweep means trusting it
     screen = console()
@@ -261,7 +266,7 @@ def sweep(
         for job in every:
             screen.print(f"{'finished' if job.is_finished() else 'to do':<9} {job.folder}", markup=False)
         return 0
-    options = merge(plain_options(found) if on != "local" else {}, assignments(cluster or ()))
+    options = merge(plain_options(found) if on != "local" else {}, assignments(cluster or (), "--cluster"))
     # Jobs cannot ask: they trust the contents that are trusted here, not later versions of the same files.
     launcher = make_launcher(on, folder.resolve(), jobs, options, {PASSED_ON: digests(code)} if code else {})
     source = plan / PLAN if plan.is_dir() else plan
@@ -300,6 +305,7 @@ def sweep(
     if not every:
         raise UserError("this sweep has no jobs")
     again = ["sweep", str(folder), *(["--on", on] if on != "local" else []), *(["--jobs", str(jobs)] if jobs else [])]
+    again += [word for item in cluster or () for word in ("--cluster", item)]
     return _conclude(screen, folder, every, outcome, command(*again), signals)
 
 

@@ -6,6 +6,8 @@ Slurm is reached through submitit. Softcell has no scheduler of its own.
 from __future__ import annotations
 
 import math
+import os
+import socket
 import subprocess
 import time
 from collections import deque
@@ -58,7 +60,8 @@ def run_sweep(
     """Runs all unfinished jobs; Ctrl-C stops them, and they save their state.
 
     A job is finished when its run folders say so, whatever its process returned. A job that ends before that is
-    retried up to `retries` times from its last checkpoint.
+    retried up to `retries` times from its last checkpoint. A `UserError` of the first submission ends the sweep; a
+    later one is a failed attempt, since other jobs may be running.
 
     Example:
         >>> from softcell.app.sweep import run_sweep
@@ -83,22 +86,31 @@ def run_sweep(
                 if job.is_finished():
                     finished.append(job)
                     notify("done", job, "")
-                elif attempts[name] <= retries:
-                    notify("retry", job, last_error(job.folder))
-                    waiting.append(job)
                 else:
-                    error = last_error(job.folder) if code else "ended without finishing its runs"
-                    failed[name] = (job, attempts[name], error)
-                    notify("failed", job, error)
+                    fail(job, last_error(job.folder) if code else "ended without finishing its runs")
+
+    def fail(job: Job, error: str) -> None:
+        if attempts[job.name] <= retries:
+            notify("retry", job, error)
+            waiting.append(job)
+        else:
+            failed[job.name] = (job, attempts[job.name], error)
+            notify("failed", job, error)
 
     try:
         while waiting or running:
             while waiting and len(running) < limit:
                 job = waiting.popleft()
+                is_first = not any(attempts.values())
                 attempts[job.name] += 1
                 job.write()
-                notify("start", job, "")
-                running[job.name] = (job, launcher.submit(job))
+                try:
+                    running[job.name] = (job, launcher.submit(job))
+                    notify("start", job, "")
+                except UserError as error:
+                    if is_first:
+                        raise
+                    fail(job, str(error))
             time.sleep(poll)
             collect()
     except KeyboardInterrupt:
@@ -135,6 +147,9 @@ class Submitit:
             import submitit
         except ImportError:
             raise UserError("--on slurm needs submitit: pip install 'softcell[slurm]'") from None
+        from submitit.core.utils import FailedJobError, FailedSubmissionError
+
+        self._rejections = (FailedJobError, FailedSubmissionError)
         given = dict(options)
         cluster = given.pop("cluster", "slurm")
         try:
@@ -145,7 +160,11 @@ class Submitit:
         self._queue = Queue() if cluster == "slurm" and not has_accounting() else None
 
     def submit(self, job: Job) -> Handle:
-        return _Submitted(self._executor.submit(run_job, str(job.folder), job.random, self._given), self._queue)
+        try:
+            submitted = self._executor.submit(run_job, str(job.folder), job.random, self._given)
+        except self._rejections as error:
+            raise UserError(f"Slurm did not accept the job {job.name}: {error}") from error
+        return _Submitted(submitted, self._queue)
 
     def close(self) -> None:
         pass
@@ -218,6 +237,7 @@ class Ray:
             raise UserError("--on ray needs Ray: pip install 'softcell[ray]'") from None
         given = dict(options)
         self._ray: Any = ray
+        _require_listening(str(given.get("address") or os.environ.get("RAY_ADDRESS", "")))
         try:
             if not ray.is_initialized():
                 ray.init(address=given.pop("address", None), log_to_driver=False)
@@ -232,6 +252,17 @@ class Ray:
 
     def close(self) -> None:
         pass
+
+
+def _require_listening(address: str) -> None:
+    """Raise at once if no process listens at host:port; Ray would try to connect for several minutes."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if not (host and port.isdigit()):  # auto, local or none
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=10.0).close()
+    except (OSError, OverflowError) as error:
+        raise UserError(f"no Ray cluster can be reached at {address}: {error}; start one by `ray start`") from error
 
 
 class _Task:
