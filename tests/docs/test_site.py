@@ -63,6 +63,13 @@ def test_faults_of_the_documentation_fail_the_build(place: Path) -> None:
         assert message in found.stderr
 
 
+@pytest.mark.parametrize("name", ["page.css", "page.js"])
+def test_the_report_in_the_gallery_has_the_current_style(name: str) -> None:
+    own = (ROOT / "src" / "softcell" / "app" / "report" / name).read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "gallery" / "report.html").read_text(encoding="utf-8")
+    assert own.strip() in page, f"{name} changed: put it into docs/gallery/report.html, run scripts/draw_pictures.py"
+
+
 def test_the_gallery_draws_every_cell_of_the_records() -> None:
     files = [file for file in (ROOT / "results").glob("*/*.json") if "digits" not in file.name]
     number = sum(len(re.findall(r'"format": ?"softcell-genotype"', file.read_text())) for file in files)
