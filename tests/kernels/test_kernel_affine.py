@@ -16,7 +16,7 @@ from softcell.arch import Cell, Pick
 from softcell.kernels.cell import mixed_cell, mixed_cell_reference
 from softcell.nn import Spec
 from softcell.nn.stochastic import DropPath
-from softcell.spaces import PickedCell, _fused_plan
+from softcell.spaces import PickedCell, _affine_plan, _fused_plan
 from softcell.spaces._affine_plan import plan_affine
 from softcell.spaces._fused_plan import Unfit
 from tests.helpers.kernel_runs import DEVICE, INTERPRETED, MARKS
@@ -83,6 +83,21 @@ def test_a_copied_cell_reads_its_own_parameters() -> None:
             parameter.mul_(0.5)
     x, _ = inputs_of("best", 4, 3, (6, 5))
     torch.testing.assert_close(form_of(other)([x])[-1], other([x])[-1])
+
+
+def test_what_all_cells_share_is_copied_from_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The copy has ended when it is first read; a kernel that fills it could still be waiting on another stream."""
+    made: list[Tensor] = []
+
+    def ones(*shape: int, **settings: Any) -> Tensor:
+        made.append(torch.full(shape, 1.0, **settings))
+        return made[-1]
+
+    monkeypatch.setattr(_affine_plan, "_ONES", {})
+    monkeypatch.setattr(torch, "ones", ones)
+    found = [_affine_plan._ones(torch.empty(3, device="meta")) for _ in range(2)]
+    assert found[0] is found[1] and found[0].is_meta
+    assert [one.device.type for one in made] == ["cpu"]
 
 
 # --- what has no fused form ---

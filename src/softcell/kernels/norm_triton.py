@@ -247,7 +247,7 @@ def _combine_finish_by_channel(
     partial_ptr, sums_ptr, mix_gradient_ptr, jobs_ptr, num_terms, splits, C: tl.constexpr, CB: tl.constexpr,
     BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    # Without drop-path Σg is that of several β: jobs of one sum store the same values.
+    # Without drop-path Σg is that of several β. The first jobs are the sums in their order; these store them.
     t, weight = tl.load(jobs_ptr + tl.program_id(0) * 2), tl.load(jobs_ptr + tl.program_id(0) * 2 + 1)
     await_previous(EARLY)
     c = tl.arange(0, CB)
@@ -257,7 +257,7 @@ def _combine_finish_by_channel(
         ok = (s < splits)[:, None] & (c < C)[None, :]
         total += tl.load(partial_ptr + ((s * num_terms + t) * C)[:, None] + c[None, :], mask=ok, other=0.0)
     sums = tl.sum(total, 0)
-    tl.store(sums_ptr + t * C + c, sums, mask=c < C)
+    tl.store(sums_ptr + t * C + c, sums, mask=(c < C) & (tl.program_id(0) == t))
     tl.store(mix_gradient_ptr + weight * C + c, sums, mask=(c < C) & (weight >= 0))
 
 

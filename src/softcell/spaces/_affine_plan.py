@@ -58,10 +58,13 @@ _ONES: dict[tuple[int, torch.dtype, torch.device], Tensor] = {}
 
 
 def _ones(like: Tensor) -> Tensor:
-    """Ones like a parameter; kept, since making them would take a launch for every cell."""
+    """Ones like a parameter; kept, since making them would take a launch for every cell.
+
+    They are copied from the host, which waits for that: later readers may be on other streams.
+    """
     key = (like.shape[0], like.dtype, like.device)
     if key not in _ONES:
-        _ONES[key] = torch.ones(key[0], dtype=key[1], device=key[2])
+        _ONES[key] = torch.ones(key[0], dtype=key[1]).to(key[2])
     return _ONES[key]
 
 
