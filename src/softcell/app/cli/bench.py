@@ -176,6 +176,8 @@ def _search(
             resume=resume,
             overwrite=overwrite,
             on_event=lambda one: display.beside(f"seed {one}", str(folder / f"seed-{one}")),
+            # This command's own display shows the progress.
+            quiet=True,
         )
     return folder, result.exit_code
 
