@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -16,7 +17,9 @@ from typing import Any
 import pytest
 
 import softcell
-from softcell.app.sweep import Job, Plan, jobs_of, read_plan, run_sweep
+from softcell.app.cli import report
+from softcell.app.cli.main import run as softcell_
+from softcell.app.sweep import Job, Outcome, Plan, jobs_of, read_plan, run_sweep
 from softcell.app.sweep.launch import Queue, Ray, _Submitted, has_accounting, make_launcher
 from softcell.app.sweep.local import LOG, Local, SharedProcess, commands, last_error
 from softcell.arch import Genotype, sample
@@ -500,6 +503,30 @@ def test_a_sweep_is_interrupted_and_resumed(tmp_path: Path) -> None:
     assert json.loads((begun.parent / "run.json").read_text())["status"] == "interrupted"
     assert commands(begins.folder, 0)[0][1] == "--resume"
     assert "random in the nb201 space" in (tmp_path / "runs" / "plan" / "report.html").read_text()
+
+
+def test_the_command_that_resumes_a_sweep_repeats_its_options(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, given = plan(tmp_path), list[dict[str, Any]]()
+
+    def launcher(on: str, out: Path, at_once: int | None, options: dict[str, Any], _: Any) -> None:
+        given.append({"on": on, "out": out, "at_once": at_once, "options": options})
+
+    def interrupted(every: list[Job], _: Any, **more: Any) -> Outcome:
+        given[-1] |= {"retries": more["retries"], "jobs": every}
+        return Outcome([], [], {}, every)
+
+    monkeypatch.setattr(report, "make_launcher", launcher)
+    monkeypatch.setattr(report, "run_sweep", interrupted)
+    options = ["--on", "slurm", "--jobs", "2", "--retries", "0"]
+    options += ["--cluster", "slurm_partition=gpu", "--cluster", "comment=two words"]
+    assert softcell_(["sweep", str(file), "--out", str(tmp_path / "out"), *options]) == 130
+    again = shlex.split(capsys.readouterr().out.splitlines()[-1])
+    assert again[0] == "softcell" and softcell_(again[1:]) == 130
+    assert given[0] == given[1] and given[0]["options"] == {"slurm_partition": "gpu", "comment": "two words"}
+    assert softcell_(["sweep", str(file), "--out", str(tmp_path / "plain")]) == 130
+    assert capsys.readouterr().out.endswith(f"softcell sweep {tmp_path / 'plain'}\n")
 
 
 def test_a_choice_made_by_the_run_is_not_a_changed_setting(tmp_path: Path) -> None:

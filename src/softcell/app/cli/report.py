@@ -197,6 +197,7 @@ def _print_comparison(found: Comparison, width: int | None = None) -> str:
 
 
 FAILED = 1
+DEFAULT_RETRIES = 1
 
 
 @commands.command(
@@ -220,7 +221,9 @@ def sweep(
         int | None,
         typer.Option(metavar="N", min=1, help="Concurrent jobs. Default: 1 on this machine, all on a cluster."),
     ] = None,
-    retries: Annotated[int, typer.Option(metavar="N", min=0, help="How often to retry a failed job.")] = 1,
+    retries: Annotated[
+        int, typer.Option(metavar="N", min=0, help="How often to retry a failed job.")
+    ] = DEFAULT_RETRIES,
     on: Annotated[
         Literal["local", "slurm", "ray"], typer.Option(help="This machine, Slurm (through submitit) or a Ray cluster.")
     ] = "local",
@@ -297,9 +300,9 @@ def sweep(
         outcome = run_sweep(every, launcher, at_once=jobs, retries=retries, notify=notify)
     finally:
         signal.signal(signal.SIGTERM, before)
-    if not every:
-        raise UserError("this sweep has no jobs")
     again = ["sweep", str(folder), *(["--on", on] if on != "local" else []), *(["--jobs", str(jobs)] if jobs else [])]
+    again += [word for option in cluster or () for word in ("--cluster", option)]
+    again += ["--retries", str(retries)] if retries != DEFAULT_RETRIES else []
     return _conclude(screen, folder, every, outcome, command(*again), signals)
 
 
