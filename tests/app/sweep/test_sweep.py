@@ -382,6 +382,19 @@ def test_a_shared_process_reports_failures_and_saves_on_a_signal(tmp_path: Path)
     assert (tmp_path / "log").read_text() == ""
 
 
+def test_a_shared_process_that_dies_before_it_reads_a_job_fails_that_job(tmp_path: Path) -> None:
+    process = SharedProcess({}, tmp_path / "log")
+    with subprocess.Popen([sys.executable, "-c", ""], stdin=subprocess.PIPE) as child:
+        child.wait()
+        polls = iter([None])  # it was alive when it was asked
+        process._process = SimpleNamespace(  # type: ignore[assignment]
+            poll=lambda: next(polls, child.returncode), wait=child.wait, stdin=child.stdin
+        )
+        process.submit(tmp_path / "job")
+        assert process.code_of(tmp_path / "job") == 1
+        process.close()
+
+
 class Slurm:
     """What submitit and Slurm give a sweep; `queued` are the jobs in the queue."""
 
