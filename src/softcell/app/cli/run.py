@@ -262,7 +262,8 @@ def demo(
     folder = out or free_folder("demo")
     screen = console()
     given = o.settings({"device": device, "threads": threads})
-    again = ("demo", "--out", str(folder), *(("--seed", str(seed)) if seed else ()))
+    again = ["demo", "--out", str(folder), *(["--seed", str(seed)] if seed else [])]
+    again += [word for name, value in given.items() for word in (f"--{name}", str(value))]
 
     screen.print("1. Search for cells on 8x8 handwritten digits (UCI, included in the package)", style="bold")
     screen.print(
