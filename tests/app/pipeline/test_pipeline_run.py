@@ -25,6 +25,7 @@ from softcell.app.pipeline import _summary as summary
 from softcell.app.pipeline import run as pipeline
 from softcell.app.pipeline._inspect import Inspection, OwnModel
 from softcell.engine import DivergedError, Failure
+from softcell.engine.checkpoint import replace_recipe
 from softcell.engine.task import EpochEnded, Event, OnEvent, Started, Stepped
 from softcell.errors import UserError
 from softcell.search import SearchRecipe
@@ -215,6 +216,28 @@ def test_a_slow_search_is_shortened_and_keeps_its_epochs(
     manifest = json.loads((plan.folder / "search" / "run.json").read_text())
     assert manifest["status"] == "finished" and manifest["recipe"]["epochs"] == 1
     assert len((plan.folder / "search" / "metrics.jsonl").read_text().splitlines()) == 1
+
+
+@pytest.mark.parametrize("killed", ["before", "after"])
+def test_a_run_killed_while_its_search_is_shortened_is_resumed(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, killed: str
+) -> None:
+    monkeypatch.setattr(module, "OVERRUN", 0.0)
+
+    def kill(*given: Any) -> None:
+        if killed == "after":
+            replace_recipe(*given)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as dying:
+        dying.setattr(module, "replace_recipe", kill)
+        with pytest.raises(KeyboardInterrupt):
+            searched(Plan.create(tmp_path / "slow", request(data)), Screen())
+    plan = Plan.open(tmp_path / "slow")
+    assert searched(plan, Screen()) is not None
+    manifest = json.loads((plan.folder / "search" / "run.json").read_text())
+    assert manifest["status"] == "finished" and manifest["recipe"]["epochs"] == 1
+    assert plan.search is not None and plan.search["recipe"]["epochs"] == 1 and "shortened" not in plan.search
 
 
 @pytest.mark.parametrize(("late_from", "architectures"), [(1, [0, 0]), (3, [0, 0, 1]), (5, [0, 0, 1, 1, 2])])
