@@ -393,8 +393,31 @@ def test_a_network_that_diverges_in_the_competition_only_loses(
     monkeypatch.setattr(competition.Contest, "_compete_once", train)
     assert job.contest.winner(a_choice(plan), None, job.inspect()).name == "random-2"
     assert plan.competition is not None
-    assert plan.competition["rounds"][0]["results"]["plain-1"] == {"accuracies": [0.0], "epochs": 0, "seconds": 0.0}
+    lost = {"accuracies": [0.0], "epochs": 0, "seconds": 0.0, "diverged": 1}
+    assert plan.competition["rounds"][0]["results"]["plain-1"] == lost
     assert any("plain-1: the loss became nan" in line for line in screen.lines)
+
+
+@pytest.mark.parametrize("diverged", [(), (0,), (1, 2)])
+def test_the_pace_of_a_network_does_not_depend_on_seeds_that_diverged(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, diverged: tuple[int, ...]
+) -> None:
+    plan, screen = planned(data, tmp_path / "run", monkeypatch, train=JobTime(0.1, 0.2))
+    job, rows = module._Run(plan, screen), [{"epoch": epoch, "val_count": 50, "seconds": 0.5} for epoch in range(4)]
+
+    def train(self: Any, choice: Any, candidate: Any, number: int, seconds: float, seed: int, *_: Any) -> Any:
+        if candidate.name == "plain-1" and seed in diverged:
+            raise DivergedError(0, Failure(7, float("nan")), tmp_path)
+        return SimpleNamespace(accuracy=0.5, metrics=rows)
+
+    monkeypatch.setattr(competition.Contest, "_compete_once", train)
+    choice = a_choice(plan)
+    state = {"seconds": 2.0, "seeds": 3, "names": ["plain-1", "plain-2"], "results": {}, "is_last": True}
+    plan.competition = {"entered": state["names"], "rounds": [state], "held_out": 0.1}
+    job.contest._round(choice, 1, state, {each.name: each for each in choice.plain})
+    # 4 epochs of half a second each, whatever happened to the other seeds.
+    paces = job.contest.paces(choice)
+    assert (paces["plain-1"], paces["plain-2"]) == (2.0, 2.0)
 
 
 def a_choice(plan: Plan) -> Any:
