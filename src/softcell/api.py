@@ -327,8 +327,7 @@ def train_seeds(
                 genotype, recipe, folder, seeds, at_once=at_once, resume=resume, overwrite=overwrite, on_event=listener
             )
     for one in result.results.values():
-        # Seeds that were finished before have their drawings already.
-        if not one.exit_code and not (one.folder / REPORT).exists():
+        if not one.exit_code:
             draw_training(one)
     return result
 
