@@ -240,11 +240,10 @@ def run_train(
     # A resumed run passed this check when it began.
     if not resume:
         check_trainable(chosen, recipe)
+        # Without --random too: a resumed run, which may add it, has only the genotype of its folder.
+        chosen = with_budget(chosen, genotype, recipe)
     if random and recipe.task == "retrieve":
         raise UserError("--random compares accuracies of classifiers; train the random architectures separately")
-    # A resumed run keeps the genotype of its folder, with what that says about a budget.
-    if random and not resume:
-        chosen = with_budget(chosen, genotype, recipe)
     others = draw_random(chosen, recipe, random) if random else []  # raises before the first training run
     screen = console()
     missed, within = missed_budget(chosen), within_budget(chosen) if random else None
