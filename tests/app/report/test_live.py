@@ -17,7 +17,8 @@ from softcell.app.report.page import LivePage, LiveServer
 from softcell.app.report.runs import read_run
 from softcell.errors import UserError
 from tests.helpers.browser import Browser, find_browser
-from tests.helpers.report_runs import make_search
+from tests.helpers.report_runs import make_search, make_training
+from tests.helpers.unsealed import unsealed
 
 PROGRAM = find_browser()
 
@@ -108,6 +109,22 @@ def test_runs_come_and_go_while_it_is_watched(server: LiveServer, tmp_path: Path
     assert "second" in ask(server)[1]
     shutil.rmtree(tmp_path / "runs")
     assert "No runs yet" in ask(server)[1]
+
+
+def test_random_architectures_in_a_watched_run_are_followed(tmp_path: Path) -> None:
+    """`softcell train --random`: the run itself is finished, and only those beside it change."""
+    folder = make_training(tmp_path / "train")
+    page = LivePage([folder])
+    alone, tag = page.get()
+    assert page.get()[1] == tag
+    beside = make_training(folder / "random-1", method="random", seed=1)
+    both, with_one = page.get()
+    assert with_one != tag and b"Comparison with random architectures" in both
+    assert b"Comparison with random architectures" not in alone
+    manifest = json.loads((beside / "run.json").read_text())
+    manifest["results"]["parameters"] += 1
+    (beside / "run.json").write_text(json.dumps(unsealed(manifest)))
+    assert page.get()[1] != with_one
 
 
 def test_a_taken_port_is_a_clear_error(server: LiveServer, tmp_path: Path) -> None:

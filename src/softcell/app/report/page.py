@@ -183,9 +183,11 @@ class LivePage:
         """The page and the tag of its content."""
         with self._lock:
             folders = self._folders()
+            # `softcell train --random` trains the others while the run itself stays as it is.
+            beside = [path for folder in folders for path in companions(folder)]
             seen = [
                 (folder, *map(_stamp, (*(folder / name for name in _FILES), folder.parent / SUMMARY)))
-                for folder in folders
+                for folder in (*folders, *beside)
             ]
             if seen != self._seen or not self._page:
                 self._page = self._render(folders).encode("utf-8")
