@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from softcell.app.report._overview import list_of
-from softcell.app.report.page import LivePage, LiveServer
-from softcell.app.report.runs import read_run
+from softcell.app.report.page import LivePage, LiveServer, write_report
+from softcell.app.report.runs import find_runs, read_run
 from softcell.errors import UserError
 from tests.helpers.browser import Browser, find_browser
 from tests.helpers.report_runs import make_search, make_training
@@ -125,6 +125,28 @@ def test_random_architectures_in_a_watched_run_are_followed(tmp_path: Path) -> N
     manifest["results"]["parameters"] += 1
     (beside / "run.json").write_text(json.dumps(unsealed(manifest)))
     assert page.get()[1] != with_one
+
+
+def test_several_budgets_have_their_table_as_soon_as_it_is_written(tmp_path: Path) -> None:
+    make_search(tmp_path / "search")
+    for budget in ("3k", "25k"):
+        make_training(tmp_path / budget / "train")
+    page = LivePage([tmp_path])
+    assert b"One network per budget" not in page.get()[0]
+    points = [
+        {"budget": budget, "folder": budget, "name": "found", "accuracy": 0.9, "parameters": 2000, "epochs": 3}
+        | {"multiply_adds": 10_000, "latency": 1.5, "verdict": [f"{budget} was worth it."]}
+        for budget in ("3k", "25k")
+    ]
+    front = {"points": points, "cost": "parameters", "count": 40, "left_out": {}}
+    (tmp_path / "front.json").write_text(json.dumps(front))
+    live, written = page.get()[0].decode(), write_report(find_runs([tmp_path]), tmp_path / "report.html").read_text()
+    for shown in (live, written):
+        assert "One network per budget" in shown and "25k was worth it." in shown
+    # No other file is served.
+    assert 'href="3k/report.html"' in written and "report.html" not in live
+    (tmp_path / "front.json").write_text(json.dumps({**front, "cost": "unknown"}))
+    assert b"25k" in page.get()[0], "a damaged file does not end the page"
 
 
 def test_a_taken_port_is_a_clear_error(server: LiveServer, tmp_path: Path) -> None:

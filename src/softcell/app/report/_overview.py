@@ -260,13 +260,16 @@ def read_front(folders: Sequence[Path]) -> Mapping[str, Any] | None:
         return None
 
 
-def front_section(front: Mapping[str, Any]) -> Html | None:
-    """The networks as a table and a chart, with the verdict of each budget; None if the file does not hold them."""
+def front_section(front: Mapping[str, Any], *, links: bool = True) -> Html | None:
+    """The networks as a table and a chart, with the verdict of each budget; None if the file does not hold them.
+
+    links: budgets are links to their own reports.
+    """
     try:
         points, cost = list(front["points"]), str(front["cost"])
         rows = [
             (
-                el("a", str(point["budget"]), href=f"{point['folder']}/report.html"),
+                el("a", str(point["budget"]), href=f"{point['folder']}/report.html") if links else str(point["budget"]),
                 str(point["name"]),
                 percent(point["accuracy"]),
                 big(point["parameters"]),
@@ -276,7 +279,7 @@ def front_section(front: Mapping[str, Any]) -> Html | None:
             )
             for point in points
         ]
-        marks = [(float(point[cost]), float(point["accuracy"])) for point in points]
+        marks, described = [(float(point[cost]), float(point["accuracy"])) for point in points], COSTS[cost]
         verdicts = [el("li", el("b", f"{point['budget']}: "), " ".join(point["verdict"])) for point in points]
         about = (
             f"Accuracy on {int(front['count']):,} test images, which were read once for each network. Choosing among "
@@ -286,8 +289,8 @@ def front_section(front: Mapping[str, Any]) -> Html | None:
         return None
     names = ("budget", "network", "accuracy", "parameters", "multiply-adds", "latency", "epochs")
     drawn = scatter(
-        f"accuracy against {COSTS[cost].split(' ')[0]}",
-        COSTS[cost],
+        f"accuracy against {described.split(' ')[0]}",
+        described,
         [
             Cloud(str(point["budget"]), [mark], None, [str(point["name"])])
             for point, mark in zip(points, marks, strict=True)
