@@ -202,7 +202,7 @@ def run_seeds(
     )
     if not quiet:
         screen.print(heading, highlight=False)
-    with Display(screen, heading, quiet) as display, ExitStack() as tracked:
+    with Display(screen, "", quiet) as display, ExitStack() as tracked:
         result = api.train_seeds(
             wanted,
             recipe=recipe,
@@ -333,7 +333,7 @@ def _train_sharing(
         screen.print(f"{heading}, with {count_of(len(others), 'random architecture')}", highlight=False)
         if (within := within_budget(found)) is not None:
             screen.print(f"random architectures are sampled within the budget of the search: {within}", markup=False)
-    with Display(screen, heading, quiet) as display, ExitStack() as tracked:
+    with Display(screen, "", quiet) as display, ExitStack() as tracked:
         ran = train_with_random(
             found,
             others,
