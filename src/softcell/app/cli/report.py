@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from softcell import api
 from softcell.app.cli import options as o
 from softcell.app.cli.output import check_absent, command, console, write
 from softcell.app.report.compare import (
@@ -152,11 +153,7 @@ def compare(
     """
     if of != "groups" and format_ != "csv":
         raise UserError(f"--of {of} requires --format csv; the other formats show groups and pairs together")
-    folders = find_runs(runs)
-    check_intact(folders)
-    found = compare_runs(read_runs(folders))
-    if not found.groups:
-        raise UserError(f"no run has an accuracy to compare: {'; '.join(found.notes)}")
+    found = api.compare(runs)
     if format_ == "table":
         text = None if out is None else _print_comparison(found, width=120)
     elif format_ == "markdown":
