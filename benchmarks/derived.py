@@ -198,8 +198,8 @@ def recorded(settings: dict[str, int], cases: list[str], batch: int, rounds: int
         with torch.cuda.graph(graph, stream=stream):
             step()
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        for number in range(rounds + 2):
-            if number == 2:
+        for repeat in range(rounds + 2):
+            if repeat == 2:
                 begin.record()
             graph.replay()
         end.record()

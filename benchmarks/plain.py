@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import Any, cast
 
-import torch
 from torch import Tensor, nn
 
 from softcell.arch import Table, WeightMix
@@ -50,5 +49,4 @@ def make_plain(supernet: Supernet) -> Supernet:
         parameter = next(supernet.parameters())
         plain = PlainCell(cell.table, cell.inputs, cell.spec_of)
         cells[i] = plain.to(device=parameter.device, dtype=parameter.dtype)
-    torch.manual_seed(0)
     return supernet

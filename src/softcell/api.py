@@ -266,8 +266,7 @@ def search_seeds(
             seeds, folder = _seeds_and_folder(seeds, out)
         if kept is not None:
             kept.write()
-        heading = f"search {recipe.title}, {len(seeds)} seeds: {folder}"
-        with listening_to_seeds(heading, folder, quiet, _track(tensorboard, mlflow, wandb), on_event) as listener:
+        with listening_to_seeds(folder, quiet, _track(tensorboard, mlflow, wandb), on_event) as listener:
             result = run_search_seeds(
                 recipe, folder, seeds, keep=keep, at_once=at_once, resume=resume, overwrite=overwrite, on_event=listener
             )
@@ -321,14 +320,12 @@ def train_seeds(
             )
         if kept is not None:
             kept.write()
-        heading = f"train {genotype.space} network on {Path(recipe.data).name}, {len(seeds)} seeds: {folder}"
-        with listening_to_seeds(heading, folder, quiet, _track(tensorboard, mlflow, wandb), on_event) as listener:
+        with listening_to_seeds(folder, quiet, _track(tensorboard, mlflow, wandb), on_event) as listener:
             result = run_train_seeds(
                 genotype, recipe, folder, seeds, at_once=at_once, resume=resume, overwrite=overwrite, on_event=listener
             )
     for one in result.results.values():
-        # Seeds that were finished before have their drawings already.
-        if not one.exit_code and not (one.folder / REPORT).exists():
+        if not one.exit_code:
             draw_training(one)
     return result
 

@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from pathlib import Path
+
+import pytest
 
 from softcell.app import jobs
 from softcell.app.report.heatmaps import evenly
-from softcell.arch import Choice, Layout, StrongestEach, Table
+from softcell.arch import Choice, Layout, StrongestEach, Table, sample
+from softcell.evaluate import TrainResult
+from softcell.evaluate import resolve as resolve_training
+from softcell.search import SearchResult, resolve
+from softcell.spaces import build_space
 
 TABLE = Table("cell", (Choice(0, 1, ("a", "b")), Choice(0, 2, ("a",))), (2,))
 LAYOUT = Layout("toy", (TABLE,), ("cell",), StrongestEach())
@@ -47,3 +54,33 @@ def test_children_and_temperature_are_drawn_if_measured(tmp_path: Path) -> None:
     assert "child, validation" in (tmp_path / "curves.svg").read_text()
     assert (tmp_path / "temperature.svg").exists()
     assert (tmp_path / "cost.svg").exists()
+
+
+@pytest.mark.parametrize("kind", ["search", "train"])
+@pytest.mark.parametrize("left", ["nothing", "first", "old"])
+def test_a_run_killed_before_its_drawings_gets_them_when_it_is_resumed(tmp_path: Path, kind: str, left: str) -> None:
+    folder, sizes = tmp_path / "run", {"cells_per_stage": 1, "channels": 2}
+    small = {"data": "digits", "epochs": 1, "batch_size": 512, "space_settings": sizes}
+
+    def again() -> SearchResult | TrainResult:
+        begun = jobs.has_run(folder)
+        if kind == "search":
+            return jobs.search(resolve({**small, "method": "darts", "space": "nb201"}), folder, resume=begun)
+        cell = sample(build_space("nb201", sizes).layout(), 0)
+        return jobs.train(cell, resolve_training(cell, small), folder, resume=begun)
+
+    again()
+    drawn = {file.name: file.read_bytes() for file in (*folder.glob("*.svg"), folder / "report.html")}
+    assert {"genotype.svg", "curves.svg", "report.html"} <= {*drawn}
+    if left == "old":  # of an interrupted run that was then completed
+        (folder / "report.html").write_text("interrupted")
+        os.utime(folder / "report.html", ns=(0, 0))
+    else:
+        for name in drawn:
+            if left == "nothing" or name != "genotype.svg":
+                (folder / name).unlink()
+    again()
+    assert {name: (folder / name).read_bytes() for name in drawn} == drawn
+    times = {name: (folder / name).stat().st_mtime_ns for name in drawn}
+    again()
+    assert {name: (folder / name).stat().st_mtime_ns for name in drawn} == times, "complete ones are kept"

@@ -153,12 +153,15 @@ def train_with_random(
         except Exception:
             found_failed = found_failed or name == FOUND
             raise
-        jobs.draw_training(result)
+        jobs.draw_training(result, again=True)
         return result
 
     with join_processes(recipe.device, recipe.deterministic), locked(folder), loaded_once():
         begun = [name for name, place in folders.items() if resume and jobs.has_run(place)]
         known = {name: finished_training(folders[name], networks[name], recipe) for name in begun}
+        for done in known.values():
+            if done is not None:
+                jobs.draw_training(done)
         ran = run_all(start, list(networks), known, resolve_device(recipe.device), at_once)
         if not ran.results:  # as if the found network had been trained alone
             raise ran.errors[FOUND]

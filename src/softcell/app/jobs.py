@@ -80,6 +80,7 @@ def train(
     later than planned the training may end, asked between steps.
     """
     if resume and (done := finished_training(resumed_folder(out), genotype, recipe)) is not None:
+        draw_training(done)
         return done
     with join_processes(recipe.device, recipe.deterministic) as world:
         folder = output_folder(out, world, "train", genotype.space, recipe.data)
@@ -96,8 +97,7 @@ def train(
                     later=later,
                 )
             )
-            if world.is_main:
-                draw_training(result)
+            draw_training(result, again=True)
         return result
 
 
@@ -113,9 +113,15 @@ MOST_COLUMNS = 16
 """Most epochs in the heat map of entropies: evenly spread, the first and the last included."""
 
 
+def _is_drawn(folder: Path) -> bool:
+    """Whether the report, which is written last, is newer than the result: a run may have been killed in between."""
+    report = folder / REPORT
+    return report.exists() and report.stat().st_mtime_ns >= (folder / MANIFEST).stat().st_mtime_ns
+
+
 def draw_search(result: SearchResult, *, again: bool = False) -> None:
-    """Drawings and report of a search; those that exist are kept unless `again`."""
-    if not is_main_process() or ((result.folder / CELLS).exists() and not again):
+    """Drawings and report of a search; if they are complete they are kept unless `again`."""
+    if not is_main_process() or (_is_drawn(result.folder) and not again):
         return
     recipe = result.recipe
     title = f"{recipe.method} in space {recipe.space} on {recipe.data}"
@@ -126,8 +132,10 @@ def draw_search(result: SearchResult, *, again: bool = False) -> None:
     write_report([result.folder], result.folder / REPORT)
 
 
-def draw_training(result: TrainResult) -> None:
-    """Drawings and report of a training run."""
+def draw_training(result: TrainResult, *, again: bool = False) -> None:
+    """Drawings and report of a training run; if they are complete they are kept unless `again`."""
+    if not is_main_process() or (_is_drawn(result.folder) and not again):
+        return
     title = f"{result.genotype.space} network on {result.recipe.data}"
     draw_genotype(result.folder, result.genotype, title)
     draw_curves(result.folder, result.metrics, title)

@@ -304,7 +304,6 @@ def listening(
 
 @contextmanager
 def listening_to_seeds(
-    heading: str,
     folder: Path,
     quiet: bool | None,
     track: Sequence[str],
@@ -313,7 +312,7 @@ def listening_to_seeds(
     """`listening` for several seeds: yields a function that makes the listener of each."""
     console, is_quiet = python_console(quiet)
     with ExitStack() as opened:
-        display = None if is_quiet else opened.enter_context(Display(console, heading))
+        display = None if is_quiet else opened.enter_context(Display(console, ""))
         yield seed_listeners(display, folder, track, opened, on_event)
 
 

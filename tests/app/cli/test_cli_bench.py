@@ -66,6 +66,17 @@ def test_a_method_is_searched_with_several_seeds_and_reported(
     assert run(["bench", "nb201", str(tmp_path / "runs"), "--table", table, "--svg", str(tmp_path / "t.svg")]) == 2
 
 
+def test_a_search_is_shown_once_in_a_terminal(
+    table: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")  # rich then writes as to a terminal
+    sizes = ["--set", "space.cells_per_stage=1", "--set", "space.channels=2", "--set", "batch_size=256"]
+    given = ["--table", table, "--method", "darts", "--seeds", "1", "--epochs", "1", "--device", "cpu"]
+    assert run(["bench", "nb201", *given, *sizes, "--out", str(tmp_path / "runs")]) == 0
+    out, err = capsys.readouterr()
+    assert "seed 0" in out and "seed 0" not in err
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

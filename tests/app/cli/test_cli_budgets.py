@@ -129,6 +129,14 @@ def test_an_epoch_and_a_run_of_an_earlier_version_have_the_budget_of_their_recip
         assert Genotype.load("out").about["budget"]["found"] == {"parameters": parameters(Genotype.load("out"))}
 
 
+def test_random_architectures_may_be_added_to_a_training_run_of_an_epoch(call: Softcell, bounded: Path) -> None:
+    assert LATER[0] != allowed(LATER)[0]
+    assert call("train", f"{bounded}@1", *TINY_TRAIN, "--out", "later").code == 0
+    again = call("train", "--resume", "later", "--random", "1")
+    assert again.code == 0 and "sampled within the budget" in again.out
+    assert Genotype.load("later/random-1") == allowed(LATER)[0]
+
+
 def test_a_network_that_misses_the_budget_of_its_search_is_noted(call: Softcell, tmp_path: Path) -> None:
     about = {"max_params": 1000, "input": [1, 8, 8], "classes": 10, "network": {"cells_per_stage": 1, "channels": 16}}
     found = {"budget": {**about, "found": {"parameters": parameters(DRAWS[0])}}}

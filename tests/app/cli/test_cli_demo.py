@@ -67,9 +67,9 @@ def test_a_demo_interrupted_in_a_search_prints_the_command_that_resumes_it(
 ) -> None:
     stopped = SimpleNamespace(genotype=None, metrics=[], exit_code=130)
     monkeypatch.setattr(api, "search_seeds", lambda **_: SearchedSeeds(Path("x"), {9: stopped}, {}, None, 130))
-    answer = call("demo", "--seed", "3", "--out", "my demo")
+    answer = call("demo", "--seed", "3", "--out", "my demo", "--threads", "1", "--device", "cpu")
     assert answer.code == 130
-    assert "softcell demo --out 'my demo' --seed 3" in answer.out
+    assert "softcell demo --out 'my demo' --seed 3 --device cpu --threads 1\n" in answer.out
 
 
 def test_a_demo_interrupted_during_training_prints_the_command_that_resumes_it(

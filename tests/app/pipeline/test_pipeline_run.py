@@ -25,6 +25,7 @@ from softcell.app.pipeline import _summary as summary
 from softcell.app.pipeline import run as pipeline
 from softcell.app.pipeline._inspect import Inspection, OwnModel
 from softcell.engine import DivergedError, Failure, RunFolder
+from softcell.engine.checkpoint import replace_recipe
 from softcell.engine.manifest import new_manifest
 from softcell.engine.task import EpochEnded, Event, OnEvent, Started, Stepped
 from softcell.errors import UserError
@@ -221,6 +222,28 @@ def test_a_slow_search_is_shortened_and_keeps_its_epochs(
     assert len((plan.folder / "search" / "metrics.jsonl").read_text().splitlines()) == 1
 
 
+@pytest.mark.parametrize("killed", ["before", "after"])
+def test_a_run_killed_while_its_search_is_shortened_is_resumed(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, killed: str
+) -> None:
+    monkeypatch.setattr(module, "OVERRUN", 0.0)
+
+    def kill(*given: Any) -> None:
+        if killed == "after":
+            replace_recipe(*given)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as dying:
+        dying.setattr(module, "replace_recipe", kill)
+        with pytest.raises(KeyboardInterrupt):
+            searched(Plan.create(tmp_path / "slow", request(data)), Screen())
+    plan = Plan.open(tmp_path / "slow")
+    assert searched(plan, Screen()) is not None
+    manifest = json.loads((plan.folder / "search" / "run.json").read_text())
+    assert manifest["status"] == "finished" and manifest["recipe"]["epochs"] == 1
+    assert plan.search is not None and plan.search["recipe"]["epochs"] == 1 and "shortened" not in plan.search
+
+
 @pytest.mark.parametrize(("late_from", "architectures"), [(1, [0, 0]), (3, [0, 0, 1]), (5, [0, 0, 1, 1, 2])])
 def test_a_slow_random_search_keeps_the_architectures_it_has(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, late_from: int, architectures: list[int]
@@ -374,8 +397,31 @@ def test_a_network_that_diverges_in_the_competition_only_loses(
     monkeypatch.setattr(competition.Contest, "_compete_once", train)
     assert job.contest.winner(a_choice(plan), None, job.inspect()).name == "random-2"
     assert plan.competition is not None
-    assert plan.competition["rounds"][0]["results"]["plain-1"] == {"accuracies": [0.0], "epochs": 0, "seconds": 0.0}
+    lost = {"accuracies": [0.0], "epochs": 0, "seconds": 0.0, "diverged": 1}
+    assert plan.competition["rounds"][0]["results"]["plain-1"] == lost
     assert any("plain-1: the loss became nan" in line for line in screen.lines)
+
+
+@pytest.mark.parametrize("diverged", [(), (0,), (1, 2)])
+def test_the_pace_of_a_network_does_not_depend_on_seeds_that_diverged(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, diverged: tuple[int, ...]
+) -> None:
+    plan, screen = planned(data, tmp_path / "run", monkeypatch, train=JobTime(0.1, 0.2))
+    job, rows = module._Run(plan, screen), [{"epoch": epoch, "val_count": 50, "seconds": 0.5} for epoch in range(4)]
+
+    def train(self: Any, choice: Any, candidate: Any, number: int, seconds: float, seed: int, *_: Any) -> Any:
+        if candidate.name == "plain-1" and seed in diverged:
+            raise DivergedError(0, Failure(7, float("nan")), tmp_path)
+        return SimpleNamespace(accuracy=0.5, metrics=rows)
+
+    monkeypatch.setattr(competition.Contest, "_compete_once", train)
+    choice = a_choice(plan)
+    state = {"seconds": 2.0, "seeds": 3, "names": ["plain-1", "plain-2"], "results": {}, "is_last": True}
+    plan.competition = {"entered": state["names"], "rounds": [state], "held_out": 0.1}
+    job.contest._round(choice, 1, state, {each.name: each for each in choice.plain})
+    # 4 epochs of half a second each, whatever happened to the other seeds.
+    paces = job.contest.paces(choice)
+    assert (paces["plain-1"], paces["plain-2"]) == (2.0, 2.0)
 
 
 def a_choice(plan: Plan) -> Any:

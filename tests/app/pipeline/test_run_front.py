@@ -154,6 +154,19 @@ def test_wrong_budgets_are_refused(
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("kind", ["max_params", "max_flops"])
+def test_a_plan_with_other_budgets_than_its_request_names_those_of_the_request(tmp_path: Path, kind: str) -> None:
+    plan = Plan.create(tmp_path / "run", RunRequest("digits", **{kind: "50k,1M"}))
+    plan.front = {"budgets": ["70k"]}
+    plan.save()
+    with pytest.raises(UserError, match=r"must have budgets of the request, 50k, 1M$"):
+        Plan.open(plan.folder)
+    plan.request = RunRequest("digits", **{kind: "1M"})
+    plan.save()
+    with pytest.raises(UserError, match=r"must have budgets of the request, which has only one$"):
+        Plan.open(plan.folder)
+
+
 def test_budgets_are_read_and_given_once() -> None:
     assert split_budgets("--max-params", " 50k, 200k,1M") == ("50k", "200k", "1M")
     asked = RunRequest("digits", max_flops="1M,2M", max_params="50k")

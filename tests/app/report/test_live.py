@@ -13,11 +13,12 @@ from typing import Any
 import pytest
 
 from softcell.app.report._overview import list_of
-from softcell.app.report.page import LivePage, LiveServer
-from softcell.app.report.runs import read_run
+from softcell.app.report.page import LivePage, LiveServer, write_report
+from softcell.app.report.runs import find_runs, read_run
 from softcell.errors import UserError
 from tests.helpers.browser import Browser, find_browser
-from tests.helpers.report_runs import make_search
+from tests.helpers.report_runs import make_search, make_training
+from tests.helpers.unsealed import unsealed
 
 PROGRAM = find_browser()
 
@@ -108,6 +109,44 @@ def test_runs_come_and_go_while_it_is_watched(server: LiveServer, tmp_path: Path
     assert "second" in ask(server)[1]
     shutil.rmtree(tmp_path / "runs")
     assert "No runs yet" in ask(server)[1]
+
+
+def test_random_architectures_in_a_watched_run_are_followed(tmp_path: Path) -> None:
+    """`softcell train --random`: the run itself is finished, and only those beside it change."""
+    folder = make_training(tmp_path / "train")
+    page = LivePage([folder])
+    alone, tag = page.get()
+    assert page.get()[1] == tag
+    beside = make_training(folder / "random-1", method="random", seed=1)
+    both, with_one = page.get()
+    assert with_one != tag and b"Comparison with random architectures" in both
+    assert b"Comparison with random architectures" not in alone
+    manifest = json.loads((beside / "run.json").read_text())
+    manifest["results"]["parameters"] += 1
+    (beside / "run.json").write_text(json.dumps(unsealed(manifest)))
+    assert page.get()[1] != with_one
+
+
+def test_several_budgets_have_their_table_as_soon_as_it_is_written(tmp_path: Path) -> None:
+    make_search(tmp_path / "search")
+    for budget in ("3k", "25k"):
+        make_training(tmp_path / budget / "train")
+    page = LivePage([tmp_path])
+    assert b"One network per budget" not in page.get()[0]
+    points = [
+        {"budget": budget, "folder": budget, "name": "found", "accuracy": 0.9, "parameters": 2000, "epochs": 3}
+        | {"multiply_adds": 10_000, "latency": 1.5, "verdict": [f"{budget} was worth it."]}
+        for budget in ("3k", "25k")
+    ]
+    front = {"points": points, "cost": "parameters", "count": 40, "left_out": {}}
+    (tmp_path / "front.json").write_text(json.dumps(front))
+    live, written = page.get()[0].decode(), write_report(find_runs([tmp_path]), tmp_path / "report.html").read_text()
+    for shown in (live, written):
+        assert "One network per budget" in shown and "25k was worth it." in shown
+    # No other file is served.
+    assert 'href="3k/report.html"' in written and "report.html" not in live
+    (tmp_path / "front.json").write_text(json.dumps({**front, "cost": "unknown"}))
+    assert b"25k" in page.get()[0], "a damaged file does not end the page"
 
 
 def test_a_taken_port_is_a_clear_error(server: LiveServer, tmp_path: Path) -> None:

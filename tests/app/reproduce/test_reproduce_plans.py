@@ -14,11 +14,12 @@ from softcell.app.reproduce import plan as plans
 from softcell.app.reproduce.papers import EPOCHS, PAPERS, RANDOM_CELLS, PaperTable
 from softcell.app.reproduce.plan import CELLS, Job, Plan, chosen_rows, count_parameters, make_plan, random_cell
 from softcell.app.reproduce.run import num_epochs
-from softcell.arch import notation
+from softcell.arch import empty_cells, notation, sample
 from softcell.errors import UserError
 from softcell.evaluate import TrainRecipe
 from softcell.evaluate.recipe import RECIPES
 from softcell.search import SearchRecipe, resolve
+from softcell.spaces import build_space
 from softcell.spaces.base import evaluation_space
 from softcell.spaces.costs import count_genotype
 from tests.reference import reference_snas_cells as snas_cells
@@ -121,6 +122,19 @@ def test_random_cells_differ_and_keep_to_the_limit() -> None:
     small_enough = [cell for cell, size in zip(free, sizes, strict=True) if size <= limit]
     assert small_enough[:2] != free[:2]  # the limit excludes one of the first
     assert [random_cell("nb201", number, limit) for number in (1, 2)] == small_enough[:2]
+
+
+def test_all_draws_are_used_before_there_are_too_few_random_cells(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plans, "MOST_DRAWS", 3)
+    layout = build_space("nb201").layout()
+    draws = [cell for seed in (1, 2, 3) if not empty_cells(cell := sample(layout, seed), layout)]
+    assert [random_cell("nb201", number, None) for number in range(1, len(draws) + 1)] == draws
+    more = len(draws) + 1
+    for limit, within in ((None, ""), (10**9, " with 1,000,000,000 parameters or less")):
+        with pytest.raises(UserError) as raised:
+            random_cell("nb201", more, limit)
+        expected = f"3 random architectures of 'nb201' have no {more} that can be trained{within}"
+        assert str(raised.value) == expected
 
 
 def test_a_plan_draws_random_cells_within_the_limit_of_the_paper(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,9 @@ from typing import Any
 
 import pytest
 
+from softcell.app.cli import reproduce as reproduce_command
 from softcell.app.cli.main import run as softcell
+from softcell.app.jobs import JobTime
 from softcell.app.reproduce import run as runs
 from softcell.app.reproduce.papers import PAPERS, Paper, PaperTable, Row, Training
 from softcell.app.reproduce.plan import Plan, make_plan
@@ -24,7 +26,7 @@ from softcell.app.reproduce.record import (
     verdict,
     without_folders,
 )
-from softcell.app.reproduce.run import measured_times, run_plan, status
+from softcell.app.reproduce.run import kind_of, measured_times, run_plan, status
 from softcell.arch import Genotype
 from softcell.engine import RunFolder
 from softcell.errors import UserError
@@ -253,6 +255,19 @@ def test_printing_a_plan_makes_nothing(
     assert "search    snas-mild" in printed
     assert "Nothing was run" in printed
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_cost_of_a_plan_and_how_it_is_counted_are_separate_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(
+        reproduce_command, "measured_times", lambda plan, *_: {kind_of(job): JobTime(0.0, 1.0) for job in plan.jobs}
+    )
+    assert softcell(["reproduce", "snas", "--table", "1", "--small"]) == 0
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("cost "))
+    cost, _, rest = line.removeprefix("cost").strip().partition(" ")
+    assert cost.replace(":", "").isdigit() and rest == "left, if the runs are sequential on this device"
 
 
 @pytest.mark.parametrize(

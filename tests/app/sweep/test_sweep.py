@@ -6,6 +6,7 @@ import json
 import os
 import re
 import secrets
+import shlex
 import signal
 import subprocess
 import sys
@@ -18,8 +19,9 @@ from typing import Any
 import pytest
 
 import softcell
+from softcell.app.cli import report
 from softcell.app.cli.main import run as run_command
-from softcell.app.sweep import Job, Plan, jobs_of, read_plan, run_sweep
+from softcell.app.sweep import Job, Outcome, Plan, jobs_of, read_plan, run_sweep
 from softcell.app.sweep.launch import Queue, Ray, _Submitted, has_accounting, make_launcher
 from softcell.app.sweep.local import LOG, Local, SharedProcess, commands, last_error
 from softcell.arch import Genotype, sample
@@ -402,6 +404,19 @@ def test_a_shared_process_reports_failures_and_saves_on_a_signal(tmp_path: Path)
     assert (tmp_path / "log").read_text() == ""
 
 
+def test_a_shared_process_that_dies_before_it_reads_a_job_fails_that_job(tmp_path: Path) -> None:
+    process = SharedProcess({}, tmp_path / "log")
+    with subprocess.Popen([sys.executable, "-c", ""], stdin=subprocess.PIPE) as child:
+        child.wait()
+        polls = iter([None])  # it was alive when it was asked
+        process._process = SimpleNamespace(  # type: ignore[assignment]
+            poll=lambda: next(polls, child.returncode), wait=child.wait, stdin=child.stdin
+        )
+        process.submit(tmp_path / "job")
+        assert process.code_of(tmp_path / "job") == 1
+        process.close()
+
+
 class Slurm:
     """What submitit and Slurm give a sweep; `queued` are the jobs in the queue."""
 
@@ -559,6 +574,30 @@ def test_a_sweep_is_interrupted_and_resumed(tmp_path: Path) -> None:
     assert json.loads((begun.parent / "run.json").read_text())["status"] == "interrupted"
     assert commands(begins.folder, 0)[0][1] == "--resume"
     assert "random in the nb201 space" in (tmp_path / "runs" / "plan" / "report.html").read_text()
+
+
+def test_the_command_that_resumes_a_sweep_repeats_its_options(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, given = plan(tmp_path), list[dict[str, Any]]()
+
+    def launcher(on: str, out: Path, at_once: int | None, options: dict[str, Any], _: Any) -> None:
+        given.append({"on": on, "out": out, "at_once": at_once, "options": options})
+
+    def interrupted(every: list[Job], _: Any, **more: Any) -> Outcome:
+        given[-1] |= {"retries": more["retries"], "jobs": every}
+        return Outcome([], [], {}, every)
+
+    monkeypatch.setattr(report, "make_launcher", launcher)
+    monkeypatch.setattr(report, "run_sweep", interrupted)
+    options = ["--on", "slurm", "--jobs", "2", "--retries", "0"]
+    options += ["--cluster", "slurm_partition=gpu", "--cluster", "comment=two words"]
+    assert run_command(["sweep", str(file), "--out", str(tmp_path / "out"), *options]) == 130
+    again = shlex.split(capsys.readouterr().out.splitlines()[-1])
+    assert again[0] == "softcell" and run_command(again[1:]) == 130
+    assert given[0] == given[1] and given[0]["options"] == {"slurm_partition": "gpu", "comment": "two words"}
+    assert run_command(["sweep", str(file), "--out", str(tmp_path / "plain")]) == 130
+    assert capsys.readouterr().out.endswith(f"softcell sweep {tmp_path / 'plain'}\n")
 
 
 def test_a_choice_made_by_the_run_is_not_a_changed_setting(tmp_path: Path) -> None:

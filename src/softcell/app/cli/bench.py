@@ -167,8 +167,7 @@ def _search(
     layout = build_space(recipe.space, recipe.space_settings).layout()
     # Before hours of searching for cells that the table does not have.
     check_search(recipe.method, layout, kind.rule if issubclass(kind, Method) else None)
-    heading = f"search {recipe.method}, space nb201, data {recipe.data}, seeds {chosen[0]} to {chosen[-1]}: {folder}"
-    with Display(screen, heading, quiet) as display:
+    with Display(screen, "", quiet) as display:
         result = api.search_seeds(
             recipe=recipe,
             out=folder,
@@ -176,6 +175,8 @@ def _search(
             resume=resume,
             overwrite=overwrite,
             on_event=lambda one: display.beside(f"seed {one}", str(folder / f"seed-{one}")),
+            # This command's own display shows the progress.
+            quiet=True,
         )
     return folder, result.exit_code
 

@@ -13,7 +13,9 @@ from rich.console import Console
 from rich.text import Text
 
 from softcell.app.baseline import Baseline, verdict
+from softcell.app.jobs import CELLS
 from softcell.app.report import to_text
+from softcell.app.report.page import REPORT
 from softcell.engine import RunFolder
 from softcell.engine.distributed import is_main_process
 from softcell.errors import UserError
@@ -95,11 +97,11 @@ def show_search(out: Console, result: SearchResult) -> None:
         found = results.get(f"derived_{kind}")
         if found is not None:  # random searches of older versions did not count costs
             print_fields(out, budget=against_budget(kind, found, limit))
-    print_fields(out, genotype=str(result.folder / "genotype.json"), drawing=str(result.folder / "genotype.svg"))
+    print_fields(out, genotype=str(result.folder / "genotype.json"), drawing=str(result.folder / CELLS))
     filled = next((p for p in (result.folder / FIRST / PICTURE, result.folder / PICTURE) if p.is_file()), None)
     if filled is not None:
         print_fields(out, filled_in=f"{filled} (hidden parts reconstructed by context auto-regression)")
-    print_fields(out, report=str(result.folder / "report.html"))
+    print_fields(out, report=str(result.folder / REPORT))
 
 
 def against_budget(kind: str, found: float, limit: float) -> str:
@@ -207,7 +209,7 @@ def show_training(out: Console, result: TrainResult, found: Mapping[str, Any]) -
         parameters=f"{cost.parameters:,}",
         multiply_adds=f"{cost.multiply_adds:,}",
         weights=str(result.folder / "model.safetensors"),
-        report=str(result.folder / "report.html"),
+        report=str(result.folder / REPORT),
     )
 
 

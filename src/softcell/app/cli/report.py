@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from softcell import api
 from softcell.app.cli import options as o
 from softcell.app.cli.output import check_absent, command, console, write
 from softcell.app.report.compare import (
@@ -153,11 +154,7 @@ def compare(
     """
     if of != "groups" and format_ != "csv":
         raise UserError(f"--of {of} requires --format csv; the other formats show groups and pairs together")
-    folders = find_runs(runs)
-    check_intact(folders)
-    found = compare_runs(read_runs(folders))
-    if not found.groups:
-        raise UserError(f"no run has an accuracy to compare: {'; '.join(found.notes)}")
+    found = api.compare(runs)
     if format_ == "table":
         text = None if out is None else _print_comparison(found, width=120)
     elif format_ == "markdown":
@@ -198,6 +195,7 @@ def _print_comparison(found: Comparison, width: int | None = None) -> str:
 
 
 FAILED = 1
+DEFAULT_RETRIES = 1
 
 
 @commands.command(
@@ -221,7 +219,9 @@ def sweep(
         int | None,
         typer.Option(metavar="N", min=1, help="Concurrent jobs. Default: 1 on this machine, all on a cluster."),
     ] = None,
-    retries: Annotated[int, typer.Option(metavar="N", min=0, help="How often to retry a failed job.")] = 1,
+    retries: Annotated[
+        int, typer.Option(metavar="N", min=0, help="How often to retry a failed job.")
+    ] = DEFAULT_RETRIES,
     on: Annotated[
         Literal["local", "slurm", "ray"], typer.Option(help="This machine, Slurm (through submitit) or a Ray cluster.")
     ] = "local",
@@ -302,10 +302,9 @@ def sweep(
         outcome = run_sweep(every, launcher, at_once=jobs, retries=retries, notify=notify)
     finally:
         signal.signal(signal.SIGTERM, before)
-    if not every:
-        raise UserError("this sweep has no jobs")
     again = ["sweep", str(folder), *(["--on", on] if on != "local" else []), *(["--jobs", str(jobs)] if jobs else [])]
-    again += [word for item in cluster or () for word in ("--cluster", item)]
+    again += [word for option in cluster or () for word in ("--cluster", option)]
+    again += ["--retries", str(retries)] if retries != DEFAULT_RETRIES else []
     return _conclude(screen, folder, every, outcome, command(*again), signals)
 
 

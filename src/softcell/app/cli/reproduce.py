@@ -195,7 +195,7 @@ def _print_plan(screen: Console, plan: Plan, measure: bool) -> None:
     if plan.jobs:
         print_fields(screen, runs=f"{_runs(plan.jobs)} in {folder}, {done} finished")
         cost = _cost(plan, plan.jobs, times)
-        length = "" if cost == NOT_MEASURED else "left, if the runs are sequential on this device"
+        length = "" if cost == NOT_MEASURED else " left, if the runs are sequential on this device"
         print_fields(screen, cost=cost + length)
         more = "" if measure else "--measure measures the cost, "
         screen.print(f"Nothing was run: {more}--run runs the plan.", markup=False)

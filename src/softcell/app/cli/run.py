@@ -30,6 +30,7 @@ from softcell.app.cli.search import run_seeds
 from softcell.app.pipeline import Front, Plan, RunRequest, Summary, parse_time, verdict
 from softcell.app.process import start_time
 from softcell.app.progress import RunScreen, counting
+from softcell.app.report.page import REPORT
 from softcell.arch import Genotype
 from softcell.engine.runfolder import MANIFEST, SEEDS, free_folder
 from softcell.errors import UserError
@@ -178,7 +179,7 @@ def _show_front(screen: Console, front: Front, plan: Plan) -> None:
     screen.print()
     models = ", ".join(str(plan.folder / entry.budget / "export") for entry in front.entries)
     print_fields(screen, time=f"{plan.used():.0f} s of {plan.request.time:.0f} s", models=models)
-    print_fields(screen, drawing=str(plan.folder / "front.svg"), report=str(plan.folder / "report.html"))
+    print_fields(screen, drawing=str(plan.folder / "front.svg"), report=str(plan.folder / REPORT))
     place = plan.folder / front.entries[0].budget / "train"
     print_fields(screen, load=f'softcell.api.Network.from_pretrained("{place}")')
 
@@ -201,7 +202,7 @@ def _show_summary(screen: Console, summary: Summary, plan: Plan) -> None:
         screen.print(Text(text))
     screen.print()
     print_fields(screen, time=f"{plan.used():.0f} s of {plan.request.time:.0f} s", model=str(plan.folder / "export"))
-    print_fields(screen, report=str(plan.folder / "report.html"))
+    print_fields(screen, report=str(plan.folder / REPORT))
     print_fields(screen, load=f'softcell.api.Network.from_pretrained("{plan.folder / "train"}")')
 
 
@@ -262,7 +263,8 @@ def demo(
     folder = out or free_folder("demo")
     screen = console()
     given = o.settings({"device": device, "threads": threads})
-    again = ("demo", "--out", str(folder), *(("--seed", str(seed)) if seed else ()))
+    again = ["demo", "--out", str(folder), *(["--seed", str(seed)] if seed else [])]
+    again += [word for name, value in given.items() for word in (f"--{name}", str(value))]
 
     screen.print("1. Search for cells on 8x8 handwritten digits (UCI, included in the package)", style="bold")
     screen.print(
@@ -357,5 +359,5 @@ def _show_demo(
         screen.print(Text(f"{name:<14}{percent(accuracies[name]):>6}{size}", "bold" if name in found else ""))
     screen.print()
     screen.print(Text(sentence, "bold"))
-    print_fields(screen, best_found=str(trained[best].folder / "genotype.svg"))
-    print_fields(screen, report=str(trained[best].folder / "report.html"), record=str(folder / DEMO_RECORD))
+    print_fields(screen, best_found=str(trained[best].folder / jobs.CELLS))
+    print_fields(screen, report=str(trained[best].folder / REPORT), record=str(folder / DEMO_RECORD))

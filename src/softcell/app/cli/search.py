@@ -239,7 +239,7 @@ def run_seeds(
     )
     if not quiet:
         screen.print(heading, highlight=False)
-    with Display(screen, heading, quiet) as display, ExitStack() as tracked:
+    with Display(screen, "", quiet) as display, ExitStack() as tracked:
         result = api.search_seeds(
             recipe=recipe,
             out=folder,

@@ -202,7 +202,7 @@ def run_seeds(
     )
     if not quiet:
         screen.print(heading, highlight=False)
-    with Display(screen, heading, quiet) as display, ExitStack() as tracked:
+    with Display(screen, "", quiet) as display, ExitStack() as tracked:
         result = api.train_seeds(
             wanted,
             recipe=recipe,
@@ -240,11 +240,10 @@ def run_train(
     # A resumed run passed this check when it began.
     if not resume:
         check_trainable(chosen, recipe)
+        # Without --random too: a resumed run, which may add it, has only the genotype of its folder.
+        chosen = with_budget(chosen, genotype, recipe)
     if random and recipe.task == "retrieve":
         raise UserError("--random compares accuracies of classifiers; train the random architectures separately")
-    # A resumed run keeps the genotype of its folder, with what that says about a budget.
-    if random and not resume:
-        chosen = with_budget(chosen, genotype, recipe)
     others = draw_random(chosen, recipe, random) if random else []  # raises before the first training run
     screen = console()
     missed, within = missed_budget(chosen), within_budget(chosen) if random else None
@@ -334,7 +333,7 @@ def _train_sharing(
         screen.print(f"{heading}, with {count_of(len(others), 'random architecture')}", highlight=False)
         if (within := within_budget(found)) is not None:
             screen.print(f"random architectures are sampled within the budget of the search: {within}", markup=False)
-    with Display(screen, heading, quiet) as display, ExitStack() as tracked:
+    with Display(screen, "", quiet) as display, ExitStack() as tracked:
         ran = train_with_random(
             found,
             others,

@@ -214,7 +214,10 @@ def _files(place: Path, kind: Format) -> tuple[Path, ...]:
 
 @contextmanager
 def _staged(place: Path, names: Sequence[str]) -> Iterator[Path]:
-    """A folder inside `place` for files that are not checked yet; at the end all of them move to `place`, or none."""
+    """A folder inside `place` for files that are not checked yet; at the end they move to `place`.
+
+    A failed check leaves none of them there. They move one by one, so a kill in between leaves some, each complete.
+    """
     stage = place / STAGE
     shutil.rmtree(stage, ignore_errors=True)  # left by an export that was killed
     try:

@@ -318,6 +318,7 @@ class Contest:
                 except DivergedError as error:
                     self.screen.print(f"{name}: the loss became {error.failure.value}, which counts as 0% accuracy")
                     own["accuracies"].append(0.0)
+                    own["diverged"] = own.get("diverged", 0) + 1
                 else:
                     row = trained.metrics[-1]
                     own["accuracies"].append(trained.accuracy)
@@ -385,7 +386,8 @@ class Contest:
         for each in self.plan.competition["rounds"]:
             measured = {name: own for name, own in each["results"].items() if own["epochs"]}
             pace |= {
-                name: own["epochs"] * len(own["accuracies"]) / max(own["seconds"], 1e-6)
+                # Seeds that diverged have no seconds.
+                name: own["epochs"] * (len(own["accuracies"]) - own.get("diverged", 0)) / max(own["seconds"], 1e-6)
                 for name, own in measured.items()
             }
         return pace

@@ -24,10 +24,10 @@ from softcell.app.export.model import FRONT, PLAN
 from softcell.app.pipeline._choose import Choice, plain_sizes
 from softcell.app.pipeline._inspect import Inspection
 from softcell.app.pipeline._plan import FINAL_SHARE, Load, Plan, RunRequest, TooLittleTimeError
-from softcell.app.pipeline._summary import REPORT, Summary
+from softcell.app.pipeline._summary import Summary
 from softcell.app.progress import Screen
 from softcell.app.report.charts import front_svg
-from softcell.app.report.page import write_report
+from softcell.app.report.page import REPORT, write_report
 from softcell.arch import Genotype
 from softcell.engine import resolve_device
 from softcell.errors import UserError

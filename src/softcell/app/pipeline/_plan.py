@@ -260,7 +260,8 @@ class Plan:
                 )
         several = request.front()
         if plan.front is not None and (several is None or not set(plan.front.get("budgets", ())) <= set(several[1])):
-            raise UserError(f"{file}: `front` must have budgets of the request, {request.max_params}")
+            budgets = "which has only one" if several is None else ", ".join(several[1])
+            raise UserError(f"{file}: `front` must have budgets of the request, {budgets}")
         if plan.data is not None and (folder / LINKS).is_dir():
             plan.data = str((folder / LINKS).resolve())
         return plan

@@ -312,6 +312,12 @@ class _Run:
         )
         # The search also ends early enough to leave time for a competition.
         latest = self.time.final_from - least_competition(choice.start, choice.epoch)
+        if plan.search.get("shortened"):
+            # Manifest and checkpoint too: a search is only resumed with the recipe of its checkpoint. Removed from the
+            # plan afterwards, so that a run killed in between does this again.
+            RunFolder.open(folder).update(recipe=recipe.to_dict())
+            replace_recipe(folder, recipe.to_dict())
+            del plan.search["shortened"]
         # Stored once: a resumed search does not get its time again.
         until = plan.search.setdefault("until", min(plan.used() + OVERRUN * plan.search["expected"], latest))
         plan.save()
@@ -327,10 +333,7 @@ class _Run:
             self.screen.print(
                 f"search shortened from {describe_length(recipe)} to {describe_length(shorter)}: its time is up"
             )
-            plan.search["recipe"] = shorter.to_dict()
-            # Manifest and checkpoint too: a search is only resumed with the recipe of its checkpoint.
-            run.update(recipe=shorter.to_dict())
-            replace_recipe(folder, shorter.to_dict())
+            plan.search |= {"recipe": shorter.to_dict(), "shortened": True}
             plan.save()
             return self.search(choice)
         if result.genotype is None:

@@ -17,7 +17,7 @@ from softcell.app.export import export
 from softcell.app.pipeline._inspect import Inspection, OwnModel
 from softcell.app.pipeline._plan import Kind, Plan, RunTime
 from softcell.app.progress import Screen
-from softcell.app.report.page import write_report
+from softcell.app.report.page import REPORT, write_report
 from softcell.data import load
 from softcell.data.images import Images
 from softcell.engine import resolve_device
@@ -30,7 +30,6 @@ from softcell.spaces import Network
 from softcell.text import count_of
 
 SUMMARY = "summary.json"
-REPORT = "report.html"
 VERSION = 2
 """Of summary.json; the first version had no competition, and reports still show it."""
 EQUAL = 0.1

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from softcell.app.report.charts import Cloud, scatter
-from softcell.app.report.compare import Comparison, Group, compare
+from softcell.app.report.compare import HEADER, NUMERIC, Comparison, Group, compare, group_row
 from softcell.app.report.runs import Run, mapping, number
 from softcell.app.report.theme import Html, big, el, join, percent, table
 from softcell.errors import UserError
@@ -92,18 +92,11 @@ def _runs(runs: Sequence[Run]) -> Html:
 
 
 def _groups(found: Comparison) -> Html:
-    rows = []
-    for group in found.groups:
-        s, top5, cost = group.summary, group.top5, group.cost("parameters")
-        std = "–" if s.std is None else f"{100 * s.std:.2f}"
-        mean = f"{100 * s.mean:.2f}"
-        among = "–" if top5 is None else f"{100 * top5.mean:.2f}"
-        costs = big(cost.mean) if cost else "–"
-        rows.append((group.name, str(s.n), mean, std, among, costs, group.data, group.measure))
-    names = ("group", "n", "mean, %", "std", "top-5, %", "parameters", "data", "accuracy of")
+    # Without the last column, the seeds.
+    rows = [group_row(group)[:-1] for group in found.groups]
     said = el("ul", [el("li", said) for said in found.sentences], class_="statements") if found.pairs else None
     notes = el("ul", [el("li", note) for note in found.notes], class_="quiet") if found.notes else None
-    return join(table(names, rows, numeric=(1, 2, 3, 4, 5)), said, notes)
+    return join(table(HEADER[:-1], rows, numeric=NUMERIC), said, notes)
 
 
 def _costs(found: Comparison) -> Html | None:
@@ -260,13 +253,16 @@ def read_front(folders: Sequence[Path]) -> Mapping[str, Any] | None:
         return None
 
 
-def front_section(front: Mapping[str, Any]) -> Html | None:
-    """The networks as a table and a chart, with the verdict of each budget; None if the file does not hold them."""
+def front_section(front: Mapping[str, Any], *, links: bool = True) -> Html | None:
+    """The networks as a table and a chart, with the verdict of each budget; None if the file does not hold them.
+
+    links: budgets are links to their own reports.
+    """
     try:
         points, cost = list(front["points"]), str(front["cost"])
         rows = [
             (
-                el("a", str(point["budget"]), href=f"{point['folder']}/report.html"),
+                el("a", str(point["budget"]), href=f"{point['folder']}/report.html") if links else str(point["budget"]),
                 str(point["name"]),
                 percent(point["accuracy"]),
                 big(point["parameters"]),
@@ -276,7 +272,7 @@ def front_section(front: Mapping[str, Any]) -> Html | None:
             )
             for point in points
         ]
-        marks = [(float(point[cost]), float(point["accuracy"])) for point in points]
+        marks, described = [(float(point[cost]), float(point["accuracy"])) for point in points], COSTS[cost]
         verdicts = [el("li", el("b", f"{point['budget']}: "), " ".join(point["verdict"])) for point in points]
         about = (
             f"Accuracy on {int(front['count']):,} test images, which were read once for each network. Choosing among "
@@ -286,8 +282,8 @@ def front_section(front: Mapping[str, Any]) -> Html | None:
         return None
     names = ("budget", "network", "accuracy", "parameters", "multiply-adds", "latency", "epochs")
     drawn = scatter(
-        f"accuracy against {COSTS[cost].split(' ')[0]}",
-        COSTS[cost],
+        f"accuracy against {described.split(' ')[0]}",
+        described,
         [
             Cloud(str(point["budget"]), [mark], None, [str(point["name"])])
             for point, mark in zip(points, marks, strict=True)

@@ -21,6 +21,7 @@ from importlib import resources
 from pathlib import Path
 
 from softcell.app.report._overview import (
+    FRONT,
     SUMMARY,
     Outcome,
     front_section,
@@ -183,9 +184,11 @@ class LivePage:
         """The page and the tag of its content."""
         with self._lock:
             folders = self._folders()
+            # `softcell train --random` trains the others while the run itself stays as it is.
+            beside = [path for folder in folders for path in companions(folder)]
             seen = [
-                (folder, *map(_stamp, (*(folder / name for name in _FILES), folder.parent / SUMMARY)))
-                for folder in folders
+                (folder, *map(_stamp, (*(folder / name for name in _FILES), *_results_around(folder))))
+                for folder in (*folders, *beside)
             ]
             if seen != self._seen or not self._page:
                 self._page = self._render(folders).encode("utf-8")
@@ -215,7 +218,11 @@ class LivePage:
             notes.append(f"the latest {MOST_RUNS} of {len(shown)} runs are shown; name folders to choose others")
         runs, beside = gather(shown[:MOST_RUNS], self._read)
         try:
-            return render(runs, beside, outcome=read_outcome(folders), live=self._every, notes=notes)
+            outcome = read_outcome(folders)
+            front = read_front(folders) if outcome is None else None
+            # Reports of the budgets are not served.
+            results = None if front is None else front_section(front, links=False)
+            return render(runs, beside, outcome=outcome, front=results, live=self._every, notes=notes)
         except Exception:  # the files may be damaged in any way
             runs, beside = ([_drawable(run) for run in some] for some in (runs, beside))
             return render(runs, beside, live=self._every, notes=notes)
@@ -244,6 +251,11 @@ def _drawable(run: Run) -> Run:
         manifest = {**known, "recipe": {}, "results": {}}
         return Run(run.folder, run.label, manifest, [], [], None, None, (*run.problems, problem))
     return run
+
+
+def _results_around(folder: Path) -> tuple[Path, ...]:
+    """The files with results of a `softcell run` around a run folder, for one budget and for several."""
+    return folder.parent / SUMMARY, folder.parent / FRONT, folder.parent.parent / FRONT
 
 
 def _stamp(path: Path) -> tuple[int, int] | None:

@@ -238,7 +238,7 @@ def random_cell(space: str, number: int, limit: int | None, form: Mapping[str, A
     Parameters are counted at the size of networks for CIFAR-10. form: settings of the space.
     """
     layout, have = build_space(space, form).layout(), 0
-    for seed in range(1, MOST_DRAWS):
+    for seed in range(1, MOST_DRAWS + 1):
         found = sample(layout, seed)
         if empty_cells(found, layout):
             continue
@@ -246,9 +246,8 @@ def random_cell(space: str, number: int, limit: int | None, form: Mapping[str, A
             have += 1
             if have == number:
                 return found
-    raise UserError(
-        f"{MOST_DRAWS} random architectures of {space!r} have no {number} with {limit:,} parameters or less"
-    )
+    within = "" if limit is None else f" with {limit:,} parameters or less"
+    raise UserError(f"{MOST_DRAWS} random architectures of {space!r} have no {number} that can be trained{within}")
 
 
 @cache

@@ -17,6 +17,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import IO, Any, Protocol
@@ -322,8 +323,14 @@ class SharedProcess:
         assert self._process is not None and self._process.stdin is not None
         # The code of an earlier attempt.
         self._codes.pop(str(folder), None)
-        self._process.stdin.write(json.dumps(str(folder)).encode() + b"\n")
-        self._process.stdin.flush()
+        try:
+            self._process.stdin.write(json.dumps(str(folder)).encode() + b"\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            # It died after `poll`: `code_of` reports that, and the job is retried in a separate process.
+            self._process.wait()
+            with suppress(BrokenPipeError):  # what was not sent is still in its buffer
+                self._process.stdin.close()
 
     def _start(self) -> None:
         reading, writing = os.pipe()
