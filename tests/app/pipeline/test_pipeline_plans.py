@@ -67,9 +67,11 @@ def test_hours_on_a_gpu_change_the_space_and_the_reason_names_measured_accuracie
     made = first_choice(images(), request, is_gpu=True, is_resizable=True)
     assert (made.space, made.method) == ("darts", "snas")
     reason = explained(made, images(), request).why[1]
-    record = json.loads((Path(__file__).parents[3] / "results" / "itnas" / "nb201-cifar10.json").read_text("utf-8"))
-    found = {row["method"]: row["accuracies"]["cifar10_test"] for row in record["rows"]}
-    assert f"{found['snas']:.2f}%" in reason and f"{found['darts']:.2f}%" in reason
+    record = json.loads((Path(__file__).parents[3] / "results" / "nb201" / "nb201.json").read_text("utf-8"))
+    found = {row["arm"]: row for row in record["summary"] if row["data"] == "cifar10"}
+    for method in ("snas", "darts"):
+        assert f"{found[method]['accuracies']['cifar10_test']['mean']:.2f}%" in reason
+        assert f"{found[method]['n']} seeds each" in reason
 
 
 def test_requests_win_over_choices() -> None:

@@ -150,7 +150,7 @@ def explained(choice: Choice, inspection: Inspection, request: RunRequest) -> Ch
     if choice.shape[1] != source:
         first += f"; images are resized from a median of {source}"
     reason = {
-        "snas": "in NAS-Bench-201 on CIFAR-10 it found a cell with 93.76%, DARTS one with 54.30% (4 seeds each)",
+        "snas": "in NAS-Bench-201 on CIFAR-10 it found cells with 93.76%, DARTS ones with 54.30% (4 seeds each)",
     }.get(choice.method, "as requested")
     return replace(choice, why=(first, f"method {choice.method}, batch {choice.batch_size}: {reason}"))
 
