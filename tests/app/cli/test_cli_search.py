@@ -176,6 +176,9 @@ def test_several_seeds_are_searched_compared_and_resumed(call: Softcell, tmp_pat
     assert (tmp_path / "several" / "seed-1" / "genotype.svg").exists()
     again = call("search", "--resume", tmp_path / "several")
     assert again.code == 0 and "mean ± std (n=2)" in again.out
+    (tmp_path / "other.yaml").write_text("epochs: 7\n")
+    rejected = call("search", "--resume", tmp_path / "several", "--config", "other.yaml")
+    assert rejected.code == 2 and "epochs: 1 -> 7" in rejected.error
     rejected = call("search", "--seeds", "0", *TINY)
     assert rejected.code == 2 and "--seeds must be at least 1" in rejected.error
     rejected = call("search", "--seeds", "2", "--at-once", "0", *TINY)
