@@ -160,7 +160,7 @@ def train_with_random(
         begun = [name for name, place in folders.items() if resume and jobs.has_run(place)]
         known = {name: finished_training(folders[name], networks[name], recipe) for name in begun}
         ran = run_all(start, list(networks), known, resolve_device(recipe.device), at_once)
-        if not ran.results:  # as if the found network had been trained alone
+        if not ran.results and FOUND in ran.errors:  # as if the found network had been trained alone
             raise ran.errors[FOUND]
         if jobs.has_run(folder):
             write_report([folder], folder / REPORT)  # now with the random architectures
