@@ -258,7 +258,10 @@ class Interrupt:
 
     def request(self) -> None:
         """Ask all runs of this context to stop and save their state, as SIGTERM would."""
-        self._caught = self._caught or signal.SIGTERM
+        if self._outer is not None:
+            self._outer.request()
+        else:
+            self._caught = self._caught or signal.SIGTERM
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT and self._caught:
