@@ -134,6 +134,16 @@ def warm_up_by_run(run: Callable[[], None], notify: Notify | None = None) -> int
     return compiler.num_missing
 
 
+@contextmanager
+def failure_reported(notify: Notify) -> Iterator[None]:
+    """Around a warm-up: reports an error instead of raising it, since kernels are compiled on first use too."""
+    try:
+        yield
+    except Exception as error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        notify(f"kernels were not compiled in parallel ({reason}); they are compiled on first use, one by one")
+
+
 def compile_all(
     jobs: Iterable[Compilation], target: Target, processes: int | None = None, notify: Notify | None = None
 ) -> int:
