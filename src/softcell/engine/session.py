@@ -24,6 +24,7 @@ from softcell.engine import distributed
 from softcell.engine.distributed import World
 from softcell.engine.heartbeat import Heartbeat
 from softcell.errors import UserError
+from softcell.machine import usable_cores
 from softcell.settings import at_most
 
 # The two workspaces for which cuBLAS promises repeatable results; the larger one costs 24 MiB and no speed.
@@ -112,13 +113,6 @@ def set_tf32(allowed: bool) -> None:
     """
     torch.backends.cuda.matmul.allow_tf32 = allowed
     torch.backends.cudnn.allow_tf32 = allowed
-
-
-def usable_cores() -> int:
-    """The number of cores that this process may use; a container or scheduler may grant fewer than the machine has."""
-    if sys.platform == "linux":
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def set_threads(count: int) -> int:

@@ -19,10 +19,11 @@ import torch
 
 from softcell.engine.capture import WARMUP
 from softcell.engine.distributed import World, agree
-from softcell.engine.session import forked_rng, set_threads, usable_cores
+from softcell.engine.session import forked_rng, set_threads
 from softcell.engine.task import Task
 from softcell.errors import UserError
 from softcell.files import atomic_write_text
+from softcell.machine import usable_cores
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,6 +32,7 @@ from types import TracebackType
 from typing import Any, NamedTuple, Self
 
 from softcell.kernels.schedule import Schedule
+from softcell.machine import usable_cores
 from softcell.text import count_of
 
 MARKS = "softcell-compiled"
@@ -205,7 +206,7 @@ class Compiler:
     def __init__(self, target: Target | None, processes: int | None = None, notify: Notify | None = None) -> None:
         self.num_missing = 0
         self._target, self._notify = target, notify
-        self._most = processes or _num_cores()
+        self._most = processes or usable_cores()
         self._marks = _marks()
         self._workers: list[subprocess.Popen[bytes]] = []
         self._resources = ExitStack()  # the lock, the folder of jobs, the pipe
@@ -343,11 +344,6 @@ def _digest(job: Compilation, target: Target) -> str:
     # Triton's hash of the kernel's source and of all functions that it calls.
     source = getattr(importlib.import_module(job.module), job.name).cache_key
     return hashlib.sha256(repr((triton.__version__, source, tuple(target), tuple(job))).encode()).hexdigest()
-
-
-def _num_cores() -> int:
-    """The cores that this process may use; in a container fewer than the machine has."""
-    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 
 @contextmanager
