@@ -46,7 +46,7 @@ CORE = {
 }
 """What a researcher imports. It knows nothing of the shell: `softcell.app` and `softcell.api`, which uses both."""
 
-GROUND = {"errors", "settings", "registry", "trust", "files", "text"}
+GROUND = {"errors", "settings", "registry", "trust", "files", "text", "machine"}
 """Known to everybody, and knowing only each other."""
 
 ALLOWED = {

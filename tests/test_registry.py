@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,21 @@ def test_a_class_is_registered_once_under_its_name() -> None:
     foreign = type("Foreign", (), {"name": "kind", "__module__": "elsewhere"})
     with pytest.raises(UserError, match="'kind' already exists"):
         registry.add(foreign)
+
+
+def test_an_import_that_fails_is_repeated_by_the_next_look_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "discovered_here"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "broken.py").write_text("import discovered_elsewhere\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    registry: Registry[Kind] = Registry("kind", package.name)
+    for look_up in (lambda: registry.get("kind"), lambda: list(registry), lambda: registry.get("kind")):
+        with pytest.raises(ModuleNotFoundError, match="discovered_elsewhere"):
+            look_up()
+    (tmp_path / "discovered_elsewhere.py").touch()
+    importlib.invalidate_caches()
+    assert list(registry) == []
 
 
 @pytest.mark.parametrize("name", [None, "", 3])

@@ -13,7 +13,7 @@ import torch
 
 from softcell.engine.checkpoint import load_latest
 from softcell.engine.interleave import Running, RunState, Steps, drain, interleave
-from softcell.engine.task import Event, Stepped
+from softcell.engine.task import Event, Finished, Stepped
 from softcell.errors import UserError
 from softcell.search import SearchRecipe, resolve, search
 from softcell.seeds import search_seeds
@@ -87,6 +87,32 @@ def test_a_signal_stops_all_and_resuming_matches_an_uninterrupted_run(recipe: Se
     assert again.best == whole.best, "what is finished is not run again"
     with pytest.raises(UserError, match="resumed with its own seeds"):
         search_seeds(recipe, tmp_path / "broken", [0, 2], resume=True)
+
+
+def test_seeds_that_have_not_begun_are_not_started_after_a_signal(recipe: SearchRecipe, tmp_path: Path) -> None:
+    heard: dict[int, list[Event]] = {0: [], 1: [], 2: []}
+
+    def listener(seed: int) -> Any:
+        def hear(event: Event) -> None:
+            heard[seed].append(event)
+            if isinstance(event, Finished):
+                os.kill(os.getpid(), signal.SIGTERM)
+
+        return hear
+
+    out = tmp_path / "out"
+    stopped = search_seeds(recipe, out, [0, 1, 2], at_once=1, keep="best", on_event=listener)
+    assert heard[0] and not heard[1] and not heard[2] and stopped.exit_code == 143
+    assert list(stopped.results) == [0] and not stopped.errors and not (out / "seed-1").exists()
+    rows = json.loads((out / "seeds.json").read_text())["seeds"]
+    assert [one["status"] for one in rows] == ["finished", "open", "open"]
+    stopped = search_seeds(recipe, out, [0, 1, 2], at_once=1, keep="best", resume=True, on_event=listener)
+    assert list(stopped.results) == [0, 1] and not heard[2]
+    assert all((out / f"seed-{seed}" / "checkpoint.bin").exists() for seed in (0, 1)), "not all are finished"
+    resumed = search_seeds(recipe, out, [0, 1, 2], at_once=1, keep="best", resume=True)
+    whole = search_seeds(recipe, tmp_path / "whole", [0, 1, 2])
+    assert resumed.exit_code == 0 and resumed.best == whole.best
+    assert [one.genotype for one in resumed.results.values()] == [one.genotype for one in whole.results.values()]
 
 
 def test_only_the_best_keeps_its_checkpoint_when_asked(recipe: SearchRecipe, tmp_path: Path) -> None:

@@ -237,7 +237,8 @@ def search_seeds_recipe(
     if resume:
         known, begun, folder = _resumed_seeds(out, "search", seeds)
         # The recipes of all seeds differ in the seed only, so the first run that has begun stands for the others.
-        return known, stored_recipe(begun, layered(_without_trust(given), {"seed": _seed_of(begun)})), folder
+        kept = layered(given, {"seed": _seed_of(begun)})
+        return known, search_recipe(kept, config=config, resume_from=begun), folder
     recipe = search_recipe(given, config=config)
     chosen = _chosen_seeds(recipe.seed, seeds)
     folder = Path(out) if out is not None else free_folder(recipe.method, recipe.space, recipe.data)

@@ -76,9 +76,13 @@ class Registry(Generic[T]):
             return
         # Set before the imports, so that a module that looks up a name while it is imported does not start this again.
         self._discovered = True
-        package = importlib.import_module(self._package)
-        for module in pkgutil.iter_modules(package.__path__):
-            importlib.import_module(f"{self._package}.{module.name}")
+        try:
+            package = importlib.import_module(self._package)
+            for module in pkgutil.iter_modules(package.__path__):
+                importlib.import_module(f"{self._package}.{module.name}")
+        except BaseException:
+            self._discovered = False  # the next look-up must fail with the same error, not with "no such name"
+            raise
 
 
 def load_plugins(paths: Iterable[str | Path], asked_by: str = "the recipe") -> None:

@@ -15,6 +15,7 @@ import statistics
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar
 
@@ -65,7 +66,10 @@ def read_seeds(folder: Path, kind: str = "search") -> list[int]:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class SearchedSeeds(Shown):
-    """Results and errors of searches by seed; `best` is None if none has finished."""
+    """Results and errors of searches by seed; `best` is None if none has finished.
+
+    A seed that was not started because of a signal has neither.
+    """
 
     folder: Path
     results: dict[int, SearchResult]
@@ -122,8 +126,8 @@ def search_seeds(
         if best is not None:
             genotype = (seed_folder(folder, best) / "genotype.json").read_text("utf-8")
             atomic_write_text(folder / "genotype.json", genotype)
-        is_complete = not ran.errors and all(result.genotype is not None for result in ran.results.values())
-        if keep == "best" and is_complete and best is not None:
+        done = [result for result in ran.results.values() if result.genotype is not None]
+        if keep == "best" and len(done) == len(seeds) and best is not None:
             _remove_checkpoints(folder, [seed for seed in seeds if seed != best])
         return SearchedSeeds(folder, ran.results, ran.errors, best, ran.exit_code)
 
@@ -176,7 +180,7 @@ def _remove_checkpoints(folder: Path, seeds: Sequence[int]) -> None:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class TrainedSeeds(Shown):
-    """Results and errors of training runs by seed."""
+    """Results and errors of training runs by seed; one that was not started because of a signal has neither."""
 
     folder: Path
     results: dict[int, TrainResult]
@@ -293,7 +297,7 @@ def num_sharing(num_runs: int, device: torch.device, at_once: int | None, time: 
 
 @dataclass(frozen=True, slots=True)
 class Ran(Generic[K, T]):
-    """Results and errors of several runs, by seed or name.
+    """Results and errors of several runs, by seed or name; runs that were not started because of a signal have neither.
 
     `exit_code`: 1 after an error, the signal's code after an interruption, else 0.
     """
@@ -318,13 +322,21 @@ def run_all(
     left = [run for run in runs if run not in done]
     # Around all runs: their own contexts share it, so that one signal stops all of them.
     with Interrupt() as interrupt:
-        starts = [lambda run=run: start(run, run in begun) for run in left]
-        found = interleave(starts, device, at_once)
+
+        def unless_stopped(run: K) -> Running[T | None]:
+            # Without this each of the others would load its data and make a step before it stops.
+            return None if interrupt.signal else (yield from start(run, run in begun))
+
+        found = interleave([partial(unless_stopped, run) for run in left], device, at_once)
         stopped = interrupt.signal
     errors = {run: value for run, value in zip(left, found, strict=True) if isinstance(value, Exception)}
     if not done and len(errors) == len(runs) and all(isinstance(error, UserError) for error in errors.values()):
         raise next(iter(errors.values()))  # the recipe is wrong, not one of the runs
-    fresh = {run: value for run, value in zip(left, found, strict=True) if not isinstance(value, Exception)}
+    fresh = {
+        run: value
+        for run, value in zip(left, found, strict=True)
+        if value is not None and not isinstance(value, Exception)
+    }
     results = {run: {**done, **fresh}[run] for run in runs if run in done or run in fresh}
     return Ran(results, errors, exit_code(stopped) if stopped else int(bool(errors)))
 

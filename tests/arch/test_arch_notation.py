@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from softcell.arch import Cell, Genotype, Pick
-from softcell.arch.genotype import alive
+from softcell.arch.genotype import MOST_NODES, alive
 from softcell.arch.notation import from_darts, from_nb201, parse, to_darts, to_nb201
 from softcell.errors import UserError
 from softcell.spaces import build_space
@@ -286,6 +287,28 @@ def test_a_cell_that_a_nas_bench_201_string_cannot_say_is_refused() -> None:
             to_nb201(Genotype("nb201", {"cell": Cell(picks, (2,))}))
     with pytest.raises(UserError, match="'cell'"):
         to_nb201(from_darts(DARTS_V1))
+
+
+def darts_of(last: int, outputs: list[int] | None = None) -> str:
+    edges = [("skip_connect", source) for _ in range(2, last + 1) for source in (0, 1)]
+    return written(str(edges), concat=str(outputs or list(range(2, last + 1))))
+
+
+def nb201_of(last: int) -> str:
+    return "+".join("|" + "|".join(f"none~{s}" for s in range(t)) + "|" for t in range(1, last + 1))
+
+
+@pytest.mark.parametrize("text_of", [darts_of, nb201_of])
+def test_the_largest_cell_that_is_read_survives_json_and_a_larger_one_is_refused(text_of: Callable[[int], str]) -> None:
+    largest = parse(text_of(MOST_NODES))
+    assert Genotype.loads(largest.dumps()) == largest
+    with pytest.raises(UserError, match=f"up to (number )?{MOST_NODES}"):
+        parse(text_of(MOST_NODES + 1))
+
+
+def test_more_outputs_than_json_can_list_are_refused() -> None:
+    with pytest.raises(UserError, match="as many outputs"):
+        parse(darts_of(MOST_NODES, outputs=list(range(MOST_NODES + 1))))
 
 
 @pytest.mark.parametrize("text", ["", "hello", "[1, 2]"])

@@ -137,6 +137,16 @@ def test_a_second_sigterm_changes_nothing() -> None:
     assert interrupt.signal == signal.SIGINT
 
 
+def test_a_request_stops_all_runs_like_a_signal_wherever_it_is_made() -> None:
+    for nested in (False, True):
+        with Interrupt() as outer, Interrupt() as inner:
+            (inner if nested else outer).request()
+            assert outer.signal == inner.signal == signal.SIGTERM
+        assert outer.signal == inner.signal == signal.SIGTERM
+    with Interrupt() as later:
+        assert later.signal == 0
+
+
 def test_outside_the_main_thread_nothing_is_caught() -> None:
     before = signal.getsignal(signal.SIGINT)
     seen: list[object] = []

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -65,6 +67,15 @@ def test_a_damaged_cache_file_is_ignored(device: dict[str, float], content: str)
     timing.cache_file().parent.mkdir(parents=True)
     timing.cache_file().write_text(content)
     assert choose() == "bfloat16" and choose() == "bfloat16"
+
+
+def test_a_full_disk_is_no_error(device: dict[str, float], monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    assert choose() == "bfloat16"
+    assert not timing.cache_file().exists()
 
 
 def test_a_cpu_computes_in_float32_and_a_run_says_so(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -285,6 +286,36 @@ def test_cells_of_a_pass_draw_factors_and_update_statistics_together(monkeypatch
     for (name, a), (_, b) in zip(network.named_buffers(), modules.named_buffers(), strict=True):
         if "drop_path" not in name:
             torch.testing.assert_close(a, b, msg=name)
+
+
+@pytest.mark.parametrize("frozen_first", [False, True])
+def test_norms_may_be_frozen_at_any_time(frozen_first: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    space = build_space("darts", {"cells": 3, "channels": 4})
+    fused = space.network(notation.parse(DARTS_V2), (3, 16, 16), 10).double().train()
+    modules = copy.deepcopy(fused)
+    ran: list[bool] = []
+
+    def noted(*given: Any, **named: Any) -> Any:
+        ran.append(True)
+        return derived_cell_reference(*given, **named)
+
+    monkeypatch.setattr(_derived_plan, "derived_cell", noted)
+    monkeypatch.setattr(execution, "kernels_serve", lambda x: not is_modules_only())
+    images = torch.randn(4, 3, 16, 16, dtype=torch.float64)
+    for frozen in (frozen_first, not frozen_first, frozen_first):
+        for network in (fused, modules):
+            for before in network.pre:  # type: ignore[union-attr]
+                norms = [module for module in before.modules() if isinstance(module, nn.BatchNorm2d)]
+                norms[-1].train(not frozen)
+        with fused_networks():
+            mine = fused(images)
+        with modules_only():
+            torch.testing.assert_close(mine, modules(images))
+        for (name, a), (_, b) in zip(fused.named_buffers(), modules.named_buffers(), strict=True):
+            torch.testing.assert_close(a, b, msg=name)
+        assert len(ran) == (0 if frozen else 3)
+        ran.clear()
 
 
 class TestNetworks:

@@ -206,7 +206,7 @@ def test_without_file_locks_a_warm_up_does_not_wait(monkeypatch: pytest.MonkeyPa
 def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[subprocess.Popen[bytes]]:
     """The workers that have been started, on a machine with two cores and an empty cache."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(warm_up, "_num_cores", lambda: 2)
+    monkeypatch.setattr(warm_up, "usable_cores", lambda: 2)
     found: list[subprocess.Popen[bytes]] = []
     start = warm_up.Compiler._start
 

@@ -22,6 +22,7 @@ from softcell.nn.objective import CrossEntropy
 from softcell.search import resolve, search
 from softcell.search.perturb import FILE, PerturbationSelection, num_inputs, questions
 from softcell.search.supernet import batch_statistics, measure_child, restore
+from softcell.settings import SEEDS
 from softcell.spaces import Supernet, build_space
 from tests.helpers.search_toys import ALONE, THREE_EDGES, settings, write_data
 
@@ -257,6 +258,12 @@ def test_an_interrupted_selection_continues_after_its_latest_round_bit_for_bit(
     assert resumed.genotype == whole.genotype
     assert selection_of(tmp_path / "killed") == selection_of(tmp_path / "whole")
     assert any("continuing after 2 of 3" in note for note in notes) and not any(": 2 of 3" in note for note in notes)
+
+
+def test_every_seed_of_a_search_can_select(data: Path, tmp_path: Path) -> None:
+    for seed in (2**55, SEEDS - 1):
+        result = search(resolve(recipe(data, seed=seed)), tmp_path / str(seed))
+        assert result.genotype is not None and selection_of(result.folder)["edges"]
 
 
 def test_the_state_of_another_search_is_not_continued(data: Path, tmp_path: Path) -> None:

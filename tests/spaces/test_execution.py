@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import itertools
 from collections.abc import Mapping
@@ -11,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from softcell.arch import Layout, Mix, WeightMix
 from softcell.arch.mix import Live
@@ -168,6 +169,37 @@ def test_a_mix_that_needs_each_output_gets_what_modules_give(case: str, some: bo
         expected = outcome(name, settings, dropping=True, some=some, singly=True)
     for a, b in zip(found, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-9)  # drop-path's factors are float32
+
+
+@pytest.mark.parametrize("frozen_first", [False, True])
+@pytest.mark.parametrize(("case", "singly"), [("darts", False), ("nos", False), ("darts", True)])
+def test_norms_may_be_frozen_at_any_time(case: str, singly: bool, frozen_first: bool, planned: list[bool]) -> None:
+    """Every second norm keeps its running statistics in every second pass."""
+    name, settings = APART[case]
+    torch.manual_seed(0)
+    fused = build_space(name, settings).supernet((3, 8, 8), 5).double()
+    modules = copy.deepcopy(fused)
+    tables = {t.name: torch.rand(t.shape, dtype=torch.float64) for t in fused.layout.tables}
+    mix = Singly(fused.layout, tables, None) if singly else WeightMix(fused.layout, tables)
+    x = torch.randn(4, 3, 8, 8, dtype=torch.float64)
+    for frozen in (frozen_first, not frozen_first, frozen_first, not frozen_first):
+        found = []
+        for supernet in (fused, modules):
+            norms = [module for module in supernet.train().modules() if isinstance(module, nn.BatchNorm2d)]
+            for norm in norms[:: 2 if frozen else len(norms)]:
+                norm.train(not frozen)
+            with modules_only() if supernet is modules else nullcontext():
+                y = supernet(x, mix)
+            gradients = torch.autograd.grad(y.square().sum(), list(supernet.parameters()), allow_unused=True)
+            found.append([y, *(g for g in gradients if g is not None), *supernet.buffers()])
+        for a, b in zip(*found, strict=True):
+            # By norms: with running statistics, elements of one gradient differ by orders of magnitude.
+            assert (a - b).double().norm() <= 1e-6 * b.double().norm() + 1e-9
+        if not frozen and (case, singly) == ("darts", False):
+            assert all(cell.fused(None) is not None for cell in fused.cells), "fused again"  # type: ignore[union-attr]
+        elif not frozen:
+            assert planned and all(planned), "fused again"
+        planned.clear()
 
 
 @pytest.mark.parametrize("before", [True, False], ids=["planned before", "planned then"])

@@ -7,8 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from softcell.arch import Choice, Genotype, Layout, StrongestEach, Table, WeightMix, sample
+from softcell.engine.session import rng_state
 from softcell.errors import UserError
-from softcell.nn.candidates import Spec, get_candidate
+from softcell.nn.candidates import Spec, candidate, get_candidate
 from softcell.spaces import SPACES, Space, Supernet, build_space
 from softcell.spaces.base import evaluation_space
 from softcell.spaces.costs import (
@@ -18,6 +19,7 @@ from softcell.spaces.costs import (
     count_candidate,
     count_candidates,
     count_module,
+    output_shapes,
     passing,
     pooling,
 )
@@ -321,3 +323,24 @@ def test_costs_are_found_by_table_and_kind() -> None:
     assert tables.read_tables() == ("cell", "other")
     with pytest.raises(AssertionError, match="one"):
         CostTables(layout, {"flops": rows[:2]})
+
+
+class _AlwaysNoise(nn.Module):
+    """Draws in evaluation too."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.randn_like(x)
+
+
+NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, and torch finds none")
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, NO_GPU])])
+def test_output_shapes_leave_random_numbers_alone(device: str) -> None:
+    candidate("always_noise")(lambda spec: _AlwaysNoise())
+    sizes = {"cells_per_stage": 1, "channels": 2, "candidates": ["always_noise", "skip_connect"]}
+    supernet = build_space("nb201", sizes).supernet((1, 8, 8), 3).to(device)
+    before = rng_state(torch.device(device))
+    assert output_shapes(supernet)
+    for mine, theirs in zip(rng_state(torch.device(device)).values(), before.values(), strict=True):
+        assert mine is theirs is None or torch.equal(mine, theirs)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import csv
 import gzip
 import os
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from softcell.arch import count
 from softcell.arch.notation import from_nb201, to_nb201
@@ -138,6 +139,23 @@ def test_a_fused_network_equals_its_modules(training: bool, served: None, monkey
     assert mine.keys() == theirs.keys()
     for name, expected in theirs.items():
         torch.testing.assert_close(mine[name], expected, rtol=1e-8, atol=1e-10, msg=name)
+
+
+@pytest.mark.parametrize("frozen_first", [False, True])
+def test_norms_of_a_fused_network_may_be_frozen_at_any_time(frozen_first: bool, served: None) -> None:
+    fused, modules = small_network().train(), small_network().train()
+    for frozen in (frozen_first, not frozen_first, frozen_first):
+        x, found = torch.randn(4, 3, 8, 8, dtype=torch.float64), []
+        for network in (fused, modules):
+            for cell in network.cells:  # type: ignore[union-attr]
+                norms = [module for module in cell.modules() if isinstance(module, nn.BatchNorm2d)]
+                norms[-1].train(not frozen)
+            with fused_networks() if network is fused else nullcontext():
+                found.append([network(x), *network.buffers()])
+        for mine, expected in zip(*found, strict=True):
+            torch.testing.assert_close(mine, expected, rtol=1e-8, atol=1e-10)
+        for cell in fused.cells:  # type: ignore[union-attr]
+            assert (cell.fused_affine() is None) is frozen  # type: ignore[operator]
 
 
 def test_cells_of_a_pass_draw_their_factors_together(served: None, monkeypatch: pytest.MonkeyPatch) -> None:

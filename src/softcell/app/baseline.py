@@ -163,7 +163,7 @@ def train_with_random(
             if done is not None:
                 jobs.draw_training(done)
         ran = run_all(start, list(networks), known, resolve_device(recipe.device), at_once)
-        if not ran.results:  # as if the found network had been trained alone
+        if not ran.results and FOUND in ran.errors:  # as if the found network had been trained alone
             raise ran.errors[FOUND]
         if jobs.has_run(folder):
             write_report([folder], folder / REPORT)  # now with the random architectures

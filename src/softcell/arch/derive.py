@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from math import prod
 
 import torch
@@ -126,11 +127,15 @@ def sample(layout: Layout, seed: int) -> Genotype:
         >>> sample(layout, seed=1) == sample(layout, seed=1)
         True
     """
-    rng = random.Random(seed)
+    return replace(random_architecture(layout, random.Random(seed)), about={"method": "random", "seed": seed})
+
+
+def random_architecture(layout: Layout, rng: random.Random) -> Genotype:
+    """A uniformly random architecture of the space, drawn from `rng`."""
     rule = layout.rule
     assert isinstance(rule, Rule)
     cells = {table.name: Cell(rule.sample(table, rng), table.output) for table in layout.tables}
-    return Genotype(layout.space, cells, settings=layout.settings, about={"method": "random", "seed": seed})
+    return Genotype(layout.space, cells, settings=layout.settings)
 
 
 def count(layout: Layout) -> int:

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from softcell.arch.choice import Layout, Table
+from softcell.arch.derive import random_architecture
 from softcell.arch.genotype import Cell, Genotype
-from softcell.arch.rules import Rule
 from softcell.errors import UserError
 
 TRIES = 50
@@ -206,13 +206,6 @@ def _strengths(table: Table, cell: Cell, rng: random.Random) -> Tensor:
 
 def _derived(layout: Layout, strengths: dict[str, Tensor]) -> Genotype:
     cells = {table.name: Cell(layout.rule(table, strengths[table.name]), table.output) for table in layout.tables}
-    return Genotype(layout.space, cells, settings=layout.settings)
-
-
-def random_architecture(layout: Layout, rng: random.Random) -> Genotype:
-    rule = layout.rule
-    assert isinstance(rule, Rule)
-    cells = {table.name: Cell(rule.sample(table, rng), table.output) for table in layout.tables}
     return Genotype(layout.space, cells, settings=layout.settings)
 
 

@@ -116,8 +116,9 @@ def from_nb201(text: str) -> Genotype:
         ['nor_conv_3x3(0->1)']
     """
     picks = []
-    if text.count("+") > MOST_NODES:
-        raise UserError(f"NAS-Bench-201 string: a cell must have at most {MOST_NODES} nodes, got {text.count('+') + 1}")
+    last = text.count("+") + 1
+    if last > MOST_NODES:
+        raise UserError(f"NAS-Bench-201 string: a node must have a number up to {MOST_NODES}, got {last}")
     for target, node in enumerate(text.strip().split("+"), start=1):
         if not (node.startswith("|") and node.endswith("|") and len(node) > 2):
             raise UserError(f"NAS-Bench-201 string: each node must be |op~source|...|, got {node!r}")
@@ -132,7 +133,7 @@ def from_nb201(text: str) -> Genotype:
                     f"NAS-Bench-201 string: edge {source} of node {target} must be op~{source}, got {edge!r}"
                 )
             picks.append(Pick(source, target, found[1]))
-    return Genotype("nb201", {"cell": Cell(tuple(picks), (len(text.split("+")),))})
+    return Genotype("nb201", {"cell": Cell(tuple(picks), (last,))})
 
 
 def to_nb201(genotype: Genotype) -> str:
@@ -214,6 +215,11 @@ def _darts_cell(name: str, edges: ast.expr, concat: ast.expr) -> Cell:
             raise UserError(f"{where}: an edge into node {target} must start at 0..{target - 1}, got {source}")
         picks.append(Pick(source, target, op))
     last = targets[-1]
+    if max(last, len(output)) > MOST_NODES:  # as in JSON, in which the genotype is saved
+        raise UserError(
+            f"{where}: a cell must have nodes up to number {MOST_NODES} and as many outputs, got node {last} and "
+            f"{len(output)} outputs"
+        )
     if not output or not all(0 <= node <= last for node in output):
         raise UserError(f"{where}_concat must name nodes 0..{last}, got {output}")
     used = {*output, *(pick.source for pick in picks if pick.op != "none")}

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import sys
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -20,6 +18,7 @@ from softcell.data.hashing import permutation
 from softcell.data.images import Files, Images, Resident, centre_view
 from softcell.data.splits import check_readable
 from softcell.errors import UserError
+from softcell.machine import usable_cores
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +121,7 @@ class Batches:
         # Made once: a copy from the host in every step would be slow and could not be captured.
         self._mean = torch.tensor(mean, device=self.device)
         self._std = torch.tensor(std, device=self.device)
-        self._workers = min(8, _num_cores()) if workers is None else workers
+        self._workers = min(8, usable_cores()) if workers is None else workers
         whole, rest = divmod(len(indices), self.batch_size)
         self.num_batches = whole + (1 if rest and not drop_last else 0)
 
@@ -220,12 +219,6 @@ class Batches:
                 index, labels = index.pin_memory(), labels.pin_memory()
             pixels, labels, index = (part.to(self.device, non_blocking=on_cuda) for part in (item, labels, index))
             yield pixels, labels, index, epoch
-
-
-def _num_cores() -> int:
-    """The cores that this process may use; in a container fewer than the machine has."""
-    # As `engine.session.usable_cores`: `data` must not import `engine` (tests/test_layers.py).
-    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 
 def _check(batch_size: int, indices: Tensor, num_images: int, rank: int, world: int) -> None:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from softcell.data.splits import check_readable
 from softcell.errors import UserError
+from softcell.machine import total_memory
 
 SUFFIXES = frozenset(
     [".bmp", ".gif", ".jpeg", ".jpg", ".pbm", ".pgm", ".png", ".pnm", ".ppm", ".tif", ".tiff", ".webp"]
@@ -204,18 +205,9 @@ def check_memory(count: int, shape: tuple[int, int, int], bytes_each: int = 1) -
     bytes_each: bytes per pixel and channel.
     """
     channels, height, width = shape
-    needed, there = count * channels * height * width * bytes_each, _memory()
+    needed, there = count * channels * height * width * bytes_each, total_memory()
     if there is not None and needed > there:
         raise _too_large(count, shape, needed, f"the machine has {_gib(there)}")
-
-
-def _memory() -> int | None:
-    """Bytes of this machine; None where the system does not report it."""
-    # As in `engine.manifest`: `data` must not import `engine` (tests/test_layers.py).
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (AttributeError, ValueError, OSError):
-        return None
 
 
 def _too_large(count: int, shape: tuple[int, int, int], needed: int, why: str) -> UserError:

@@ -19,9 +19,9 @@ from typing import Any, Literal
 import torch
 
 from softcell import __version__
-from softcell.engine.session import usable_cores
 from softcell.errors import UserError
 from softcell.files import Fields, parse_json, parse_yaml, read_text
+from softcell.machine import total_memory, usable_cores
 
 FORMAT = "softcell-run"
 VERSION = 1
@@ -248,7 +248,7 @@ def versions() -> dict[str, str | None]:
 
 def hardware() -> dict[str, Any]:
     """Return the CPU's name, the cores this process may use, the bytes of memory, the CUDA devices' names."""
-    return {"cpu": _cpu_name(), "cores": usable_cores(), "memory": _memory(), "gpus": _gpus()}
+    return {"cpu": _cpu_name(), "cores": usable_cores(), "memory": total_memory(), "gpus": _gpus()}
 
 
 def commit(folder: str | os.PathLike[str] = ".") -> dict[str, Any] | None:
@@ -286,13 +286,6 @@ def _cpu_name() -> str | None:
     except OSError:
         pass  # not Linux
     return platform.processor() or platform.machine() or None
-
-
-def _memory() -> int | None:
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (AttributeError, ValueError, OSError):
-        return None
 
 
 def _gpus() -> list[str]:

@@ -24,6 +24,7 @@ from softcell.engine import distributed
 from softcell.engine.distributed import World
 from softcell.engine.heartbeat import Heartbeat
 from softcell.errors import UserError
+from softcell.machine import usable_cores
 from softcell.settings import at_most
 from softcell.text import count_of
 
@@ -113,13 +114,6 @@ def set_tf32(allowed: bool) -> None:
     """
     torch.backends.cuda.matmul.allow_tf32 = allowed
     torch.backends.cudnn.allow_tf32 = allowed
-
-
-def usable_cores() -> int:
-    """The number of cores that this process may use; a container or scheduler may grant fewer than the machine has."""
-    if sys.platform == "linux":
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def set_threads(count: int) -> int:
@@ -259,7 +253,10 @@ class Interrupt:
 
     def request(self) -> None:
         """Ask all runs of this context to stop and save their state, as SIGTERM would."""
-        self._caught = self._caught or signal.SIGTERM
+        if self._outer is not None:
+            self._outer.request()
+        else:
+            self._caught = self._caught or signal.SIGTERM
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT and self._caught:

@@ -19,9 +19,11 @@ import torch
 
 from softcell.engine.capture import WARMUP
 from softcell.engine.distributed import World, agree
-from softcell.engine.session import forked_rng, set_threads, usable_cores
+from softcell.engine.session import forked_rng, set_threads
 from softcell.engine.task import Task
+from softcell.errors import UserError
 from softcell.files import atomic_write_text
+from softcell.machine import usable_cores
 
 
 @dataclass(frozen=True, slots=True)
@@ -348,5 +350,5 @@ def _remember(key: str, precision: str) -> None:
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         atomic_write_text(file, json.dumps({**_remembered(), key: precision}, indent=2) + "\n")
-    except OSError:
-        pass  # a home folder that is not writable: the next run times again
+    except (OSError, UserError):  # `atomic_write_text` turns a failed write into a `UserError`
+        pass  # a full disk, or a home folder that is not writable: the next run times again

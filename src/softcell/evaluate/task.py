@@ -33,7 +33,7 @@ from softcell.engine.timing import TimeBudget
 from softcell.evaluate.recipe import TrainRecipe
 from softcell.evaluate.retrieval import retrieval_step
 from softcell.kernels.shared import norms_of, without_exchange
-from softcell.kernels.warm_up import is_enabled, warm_up, warm_up_by_run
+from softcell.kernels.warm_up import failure_reported, is_enabled, warm_up, warm_up_by_run
 from softcell.nn.classifiers import Classifier
 from softcell.nn.norm import running_statistics
 from softcell.nn.objective import ProxyNCA
@@ -142,14 +142,9 @@ class TrainTask:
         if not is_enabled():
             return
         recipe, device = self.recipe, self.world.device
-        try:
-            with self._cells(), norms_of(recipe.norms), forked_rng(device), without_exchange():
-                warm_up_by_run(lambda: rehearse(network, batch, held, recipe.precision, device), self._notify)
-        except Exception as error:
-            reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-            self._notify(
-                f"kernels were not compiled in parallel ({reason}); they are compiled on first use, one by one"
-            )
+        cells, norms = self._cells(), norms_of(recipe.norms)
+        with failure_reported(self._notify), cells, norms, forked_rng(device), without_exchange():
+            warm_up_by_run(lambda: rehearse(network, batch, held, recipe.precision, device), self._notify)
         torch.cuda.empty_cache()  # steps run on another stream, which cannot use what is cached here
 
     @property

@@ -32,6 +32,7 @@ from types import TracebackType
 from typing import Any, NamedTuple, Self
 
 from softcell.kernels.schedule import Schedule
+from softcell.machine import usable_cores
 from softcell.text import count_of
 
 MARKS = "softcell-compiled"
@@ -134,6 +135,16 @@ def warm_up_by_run(run: Callable[[], None], notify: Notify | None = None) -> int
     return compiler.num_missing
 
 
+@contextmanager
+def failure_reported(notify: Notify) -> Iterator[None]:
+    """Around a warm-up: reports an error instead of raising it, since kernels are compiled on first use too."""
+    try:
+        yield
+    except Exception as error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        notify(f"kernels were not compiled in parallel ({reason}); they are compiled on first use, one by one")
+
+
 def compile_all(
     jobs: Iterable[Compilation], target: Target, processes: int | None = None, notify: Notify | None = None
 ) -> int:
@@ -195,7 +206,7 @@ class Compiler:
     def __init__(self, target: Target | None, processes: int | None = None, notify: Notify | None = None) -> None:
         self.num_missing = 0
         self._target, self._notify = target, notify
-        self._most = processes or _num_cores()
+        self._most = processes or usable_cores()
         self._marks = _marks()
         self._workers: list[subprocess.Popen[bytes]] = []
         self._resources = ExitStack()  # the lock, the folder of jobs, the pipe
@@ -335,11 +346,6 @@ def _digest(job: Compilation, target: Target) -> str:
     # Triton's hash of the kernel's source and of all functions that it calls.
     source = getattr(importlib.import_module(job.module), job.name).cache_key
     return hashlib.sha256(repr((triton.__version__, source, tuple(target), tuple(job))).encode()).hexdigest()
-
-
-def _num_cores() -> int:
-    """The cores that this process may use; in a container fewer than the machine has."""
-    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 
 @contextmanager

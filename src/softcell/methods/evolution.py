@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from softcell.arch import Genotype, Layout
-from softcell.arch.evolve import mutate_one, random_architecture
+from softcell.arch.derive import random_architecture
+from softcell.arch.evolve import mutate_one
 from softcell.errors import UserError
 from softcell.methods.base import Sampler, register_method
 

@@ -70,17 +70,17 @@ def build_task(
 
     notify = notifier(on_event, world)
     objective: Objective
-    if not issubclass(kind, Method) and recipe.objective == "context":
-        raise UserError(
-            f"method {recipe.method!r} compares networks by accuracy, but context auto-regression has none; set "
-            "objective=classify and pretrain.epochs=0"
-        )
-    if not issubclass(kind, Method) and recipe.select.is_on:
-        raise UserError(
-            f"select.by={recipe.select.by} (--select) removes candidates from a trained supernet, but method "
-            f"{recipe.method!r} trains architectures one by one; leave it out, or search with another method"
-        )
     if not issubclass(kind, Method):
+        if recipe.objective == "context":
+            raise UserError(
+                f"method {recipe.method!r} compares networks by accuracy, but context auto-regression has none; set "
+                "objective=classify and pretrain.epochs=0"
+            )
+        if recipe.select.is_on:
+            raise UserError(
+                f"select.by={recipe.select.by} (--select) removes candidates from a trained supernet, but method "
+                f"{recipe.method!r} trains architectures one by one; leave it out, or search with another method"
+            )
         for name in _of_supernets(recipe):
             notify(f"`{name}` is ignored: {recipe.method} has no supernet")
         sampler = kind(layout, settings, recipe.seed)

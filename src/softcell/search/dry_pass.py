@@ -23,7 +23,7 @@ from softcell.engine.metrics import Tally
 from softcell.engine.session import forked_rng
 from softcell.kernels.backend import has_triton
 from softcell.kernels.shared import without_exchange
-from softcell.kernels.warm_up import is_enabled, warm_up_by_run
+from softcell.kernels.warm_up import failure_reported, is_enabled, warm_up_by_run
 from softcell.search.steps import StepState
 
 if TYPE_CHECKING:
@@ -37,12 +37,8 @@ def compile_ahead(task: SearchTask, batch: Draft) -> None:
     """
     if not launches_kernels(task.world, task.recipe.precision):
         return
-    try:
-        with without_effects(task):
-            warm_up_by_run(lambda: task.rehearse(batch), task.notify)
-    except Exception as error:
-        reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-        task.notify(f"kernels were not compiled in parallel ({reason}); they are compiled on first use, one by one")
+    with failure_reported(task.notify), without_effects(task):
+        warm_up_by_run(lambda: task.rehearse(batch), task.notify)
     if task.world.device.type == "cuda":
         torch.cuda.empty_cache()  # steps run on another stream, which cannot use what is cached here
 

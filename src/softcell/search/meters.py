@@ -278,7 +278,11 @@ class ChildMeter(EpochMeter):
 
 
 class CostMeter(EpochMeter):
-    """Expected costs of the architecture's distribution; with a budget, also those of the derived network."""
+    """Expected costs of the architecture's distribution; with a budget, also those of the derived network.
+
+    Without a penalty, evolution or the method's selection finds an architecture within the budget after the last epoch
+    (`build._resource_of`); until then there is no derived network to count.
+    """
 
     key = "budget"
 

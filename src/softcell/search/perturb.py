@@ -181,8 +181,8 @@ class PerturbationSelection:
             self._supernet.drop_path.set_fraction((self._recipe.epochs - 1) / self._recipe.epochs)
             first = self._restore(file, origin)
             for number in range(first, len(self._rounds)):
-                # By the round's number, so that a resumed selection draws the same.
-                torch.manual_seed(self._recipe.seed * 1009 + number)
+                # By the round's number, so that a resumed selection draws the same; torch accepts 64 bits.
+                torch.manual_seed((self._recipe.seed * 1009 + number) % 2**64)
                 for question in self._rounds[number]:
                     self._decide(question, number)
                 if number + 1 < len(self._rounds):

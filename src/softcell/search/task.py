@@ -182,7 +182,8 @@ class SearchTask:
                 plan = self._plans.next()
             with nullcontext() if planner is None else planner.following(plan):
                 # If only the weights learn in the first epochs, the architecture will learn later.
-                for self._weights_only in {False, weights_only}:
+                for alone in {False, weights_only}:
+                    self._weights_only = alone
                     learn(*batch)
         finally:
             self._weights_only = weights_only

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from softcell.nn.norm import updates_together
 from softcell.nn.stochastic import DropPath
-from softcell.spaces._fused_plan import Entry, FusedCell, plan
+from softcell.spaces._fused_plan import Entry, FusedCell, Norms, plan
 
 if TYPE_CHECKING:
     from softcell.spaces.cell import PickedCell
@@ -35,6 +35,10 @@ class AffineCell:
     cell: FusedCell
     drop_path: DropPath
     paths: int
+
+    @property
+    def norms(self) -> Norms:
+        return self.cell.norms
 
     def __call__(self, states: Sequence[Tensor], factors: Tensor | None = None) -> list[Tensor]:
         """Values of the input nodes to those of all nodes, each [n, c, h, w].

@@ -82,7 +82,7 @@ class DerivedPass:
         """x: any tensor of the batch, [n, ...]."""
         self._factors: dict[int, Tensor] = {}
         self._measured: list[tuple[DerivedCell, Tensor]] = []
-        # All norms of a fused cell are in one mode (`_Planner.build`), so the first one stands for all.
+        # All norms of a fused cell are in one mode (`remembered_form`), so the first one stands for all.
         dropping = [cell for cell in cells if cell.norms[0][1].training and cell.program.paths]
         if dropping and dropping[0].drop_path.probability > 0.0:
             counts = [cell.program.paths for cell in dropping]
@@ -155,8 +155,8 @@ class _Planner:
             raise Unfit("edges share a module")
         before = [s for i, module in enumerate(self.preprocess) for s in self._input_stages(i, module)]
         drafts = [self._round(sources) for sources in self._rounds()]
-        if len({(n.eps, n.momentum, n.training, n.track_running_stats) for _, n in self.norms}) > 1:
-            raise Unfit("the batch-norms differ in eps, momentum, mode or statistics")
+        if len({(n.eps, n.momentum, n.track_running_stats) for _, n in self.norms}) > 1:
+            raise Unfit("the batch-norms differ in eps, momentum or statistics")
         if not self.norms[0][1].track_running_stats:
             raise Unfit("a batch-norm keeps no running statistics")
         matrix_at = _offsets(self.matrices, 0)

@@ -21,7 +21,7 @@ from softcell.nn.conv import FactorisedReduction, ReLUFirst
 from softcell.nn.norm import recomputed
 from softcell.nn.stack import grouped, run_stacked, stack_key
 from softcell.nn.stack_calibrations import run_calibrations
-from softcell.spaces._fused_plan import Entry, FusedCell, plan, plan_apart, remembered
+from softcell.spaces._fused_plan import Entry, FusedCell, Norms, plan, plan_apart, remembered_form
 from softcell.spaces.block import watched
 from softcell.spaces.edges import Bottleneck, NodeInputs, PartialChannels, node_value
 from softcell.spaces.execution import Execution, is_modules_only, plan_modules
@@ -255,7 +255,7 @@ class FusedForms:
 
     def of(self, live: Live | None, channels: int, stride: int) -> FusedCell | None:
         """None where the cell must run module by module."""
-        return remembered(
+        return remembered_form(
             self._known, live, lambda: plan(self._entries_of(live), self._inputs, self._nodes, channels, stride)
         )
 
@@ -266,6 +266,10 @@ class NodeSums:
 
     cell: FusedCell
     candidates: Mapping[int, frozenset[int]]
+
+    @property
+    def norms(self) -> Norms:
+        return self.cell.norms
 
 
 class NodeSumForms:
@@ -281,7 +285,7 @@ class NodeSumForms:
 
     def of(self, node: int, live: Live | None, stride: int) -> NodeSums | None:
         """None where the features must run one by one; `stride` holds for all outgoing operations of the node."""
-        return remembered(self._known, (node, live), lambda: self._plan(node, live, stride))
+        return remembered_form(self._known, (node, live), lambda: self._plan(node, live, stride))
 
     def _plan(self, node: int, live: Live | None, stride: int) -> NodeSums:
         candidates: dict[int, set[int]] = {}
@@ -302,6 +306,10 @@ class NodeOutputs:
     cell: FusedCell
     numbers: Mapping[int, int]
 
+    @property
+    def norms(self) -> Norms:
+        return self.cell.norms
+
 
 class NodeOutputForms:
     """Fused forms for mixes that need every output separately, one per node. Identities are skipped: nothing runs."""
@@ -312,7 +320,7 @@ class NodeOutputForms:
 
     def of(self, node: int, live: Live | None, stride: int) -> NodeOutputs | None:
         """None where the candidates must run one by one; outputs are numbered by the positions of their weights."""
-        return remembered(self._known, (node, live), lambda: self._plan(node, live, stride))
+        return remembered_form(self._known, (node, live), lambda: self._plan(node, live, stride))
 
     def _plan(self, node: int, live: Live | None, stride: int) -> NodeOutputs:
         entries = [e for _, e in self._features_of(node, live) if not isinstance(e.module, nn.Identity)]

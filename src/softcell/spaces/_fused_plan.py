@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -167,6 +167,25 @@ def remembered(known: dict[K, V | None], key: K, make: Callable[[], V]) -> V | N
         except Unfit:
             known[key] = None
     return known[key]
+
+
+class Form(Protocol):
+    """A fused form of a cell, or of a part of it."""
+
+    @property
+    def norms(self) -> Norms: ...
+
+
+F = TypeVar("F", bound=Form)
+
+
+def remembered_form(known: dict[K, F | None], key: K, make: Callable[[], F]) -> F | None:
+    """The form made for `key`; None where there is none, and while some of its norms are in training and others not.
+
+    A program measures all of its planes or none. Norms may be frozen at any time, so this is checked in every pass.
+    """
+    form = remembered(known, key, make)
+    return form if form is None or len({norm.training for _, norm in form.norms}) == 1 else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -448,8 +467,6 @@ class _Planner:
             raise Unfit(f"a batch-norm has {others}, or keeps no running statistics")
         if len({(n.eps, n.momentum) for n in norms}) > 1:
             raise Unfit("the batch-norms differ in eps or momentum")
-        if len({n.training for n in norms}) > 1:
-            raise Unfit("some batch-norms are in training and some are not")
         return norms[0].eps
 
 

@@ -34,7 +34,7 @@ from softcell.spaces._executors import (
     run_by_node,
     run_fused_cell,
 )
-from softcell.spaces._fused_plan import Entry, FusedCell, Unfit, remembered
+from softcell.spaces._fused_plan import Entry, FusedCell, Unfit, remembered_form
 from softcell.spaces.block import Block, calibrates
 from softcell.spaces.edges import (
     Bottleneck,
@@ -278,8 +278,8 @@ class PickedCell(nn.Module):
 
     def fused(self, preprocess: Sequence[nn.Module], channels: int, stride: int) -> DerivedCell | None:
         """This cell and the modules that preprocess its inputs as one operation; None where they run one by one."""
-        # One entry: the picks never change, and `remembered` also keeps that there is no fused form.
-        return remembered(self._known, True, lambda: self._plan(preprocess, channels, stride))
+        # One entry: the picks never change, and `remembered_form` also keeps that there is no fused form.
+        return remembered_form(self._known, True, lambda: self._plan(preprocess, channels, stride))
 
     def _plan(self, preprocess: Sequence[nn.Module], channels: int, stride: int) -> DerivedCell:
         picks = [DerivedPick(*pick) for pick in self._fusable()]
@@ -287,7 +287,7 @@ class PickedCell(nn.Module):
 
     def fused_affine(self) -> AffineCell | None:
         """This cell of ReLU-convolution-norm picks as one operation; None where its modules run one by one."""
-        return remembered(self._known_affine, True, self._plan_affine)
+        return remembered_form(self._known_affine, True, self._plan_affine)
 
     def _plan_affine(self) -> AffineCell:
         spec, drop_path = self.spec, self._drop_path[0]

@@ -33,6 +33,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from softcell.arch import Genotype, Layout, Live, Mix, WeightMix
+from softcell.engine.session import forked_rng
 from softcell.errors import UserError
 from softcell.nn.attention import Attention, shifts_only
 from softcell.nn.calibrate import Calibration
@@ -373,7 +374,7 @@ def output_shapes(supernet: Supernet) -> Shapes:
     image = torch.zeros(1, *supernet.shape, device=reference.device, dtype=reference.dtype)
     was_training = supernet.training
     supernet.eval()
-    with torch.random.fork_rng(devices=[]):  # some candidates draw noise
+    with forked_rng(reference.device):  # candidates of users may draw in evaluation too
         supernet(image, probe)
     supernet.train(was_training)
     return probe.seen

@@ -170,8 +170,11 @@ def _check_numbers(name: str, cell: Cell) -> None:
     if wrong:
         raise UserError(f"cell {name!r}: nodes of NOS cells have odd numbers from 3 on, but output names {wrong}")
     for pick in cell.picks:
-        source = pick.source < INPUTS or _is_node(pick.source)
-        if pick.source != pick.target - 1 if _is_node(pick.target) else not source:
+        if _is_node(pick.target):
+            fits = pick.source == pick.target - 1
+        else:
+            fits = pick.source < INPUTS or _is_node(pick.source)
+        if not fits:
             raise UserError(
                 f"cell {name!r}: an edge must lead from an input (0, 1) or a node (3, 5, ...) to a surrogate "
                 f"(2, 4, ...), or from a surrogate to its node, one higher; got {pick}"

@@ -12,8 +12,9 @@ from PIL import Image
 
 from softcell.app.cli.search import _training_data
 from softcell.engine import loop
+from softcell.engine.task import Event, Finished
 from softcell.search.recipe import resolve
-from tests.helpers.cli_calls import TINY, Softcell, process
+from tests.helpers.cli_calls import CELL, TINY, TINY_TRAIN, Softcell, process
 
 
 def rows(folder: Path) -> list[dict[str, Any]]:
@@ -176,6 +177,9 @@ def test_several_seeds_are_searched_compared_and_resumed(call: Softcell, tmp_pat
     assert (tmp_path / "several" / "seed-1" / "genotype.svg").exists()
     again = call("search", "--resume", tmp_path / "several")
     assert again.code == 0 and "mean ± std (n=2)" in again.out
+    (tmp_path / "other.yaml").write_text("epochs: 7\n")
+    rejected = call("search", "--resume", tmp_path / "several", "--config", "other.yaml")
+    assert rejected.code == 2 and "epochs: 1 -> 7" in rejected.error
     rejected = call("search", "--seeds", "0", *TINY)
     assert rejected.code == 2 and "--seeds must be at least 1" in rejected.error
     rejected = call("search", "--seeds", "2", "--at-once", "0", *TINY)
@@ -190,6 +194,37 @@ def test_interrupted_seeds_print_how_to_resume(call: Softcell, tmp_path: Path, m
     assert answer.code == 128 + signal.SIGTERM
     expected = f"softcell search --resume {tmp_path / 'several'} --keep best --at-once 2"
     assert expected.replace(" ", "") in "".join(answer.out.split())
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("search", *TINY, "--epochs", "1", "--seeds", "2", "--at-once", "1"),
+        ("train", CELL, *TINY_TRAIN, "--seeds", "2", "--at-once", "1"),
+        ("train", CELL, *TINY_TRAIN, "--random", "2", "--at-once", "2"),
+    ],
+    ids=lambda words: f"{words[0]} {words[-4]}",
+)
+def test_runs_that_a_signal_kept_from_starting_are_resumed(
+    words: tuple[str, ...], call: Softcell, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    emit = loop._Loop._emit
+
+    def strike(self: Any, event: Event) -> None:
+        emit(self, event)
+        if isinstance(event, Finished):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(loop._Loop, "_emit", strike)
+        answer = call(*words, "--out", "out")
+    assert answer.code == 128 + signal.SIGTERM
+    assert f"softcell {words[0]} --resume out" in answer.out
+    last = "random-2" if "--random" in words else "seed-1"
+    assert not (tmp_path / "out" / last).exists()
+    again = call(words[0], "--resume", "out", *(("--random", "2") if "--random" in words else ()))
+    assert again.code == 0, again.error
+    assert json.loads((tmp_path / "out" / last / "run.json").read_text())["status"] == "finished"
 
 
 def test_the_suggested_training_after_a_search_without_labels(call: Softcell, tmp_path: Path) -> None:

@@ -134,7 +134,12 @@ def test_a_run_made_here_is_resumed_without_asking(
 
 
 def test_a_copy_replaces_a_plugin_on_another_machine(call: Softcell, foreign: Path) -> None:
-    for name in ("train", "stopped"):
+    for name, kind in (("stopped", "search"), ("train", "train")):
+        seeds = foreign / f"{kind}-seeds"
+        shutil.copytree(foreign / name, seeds / "seed-0")
+        rows = [{"seed": json.loads((foreign / name / "run.json").read_text())["seed"]}]
+        (seeds / "seeds.json").write_text(json.dumps({"kind": kind, "seeds": rows}))
+    for name in ("train", "stopped", "train-seeds/seed-0", "search-seeds/seed-0"):
         text = (foreign / name / "run.json").read_text()
         (foreign / name / "run.json").write_text(text.replace(str(foreign / "evil.py"), "/another/machine/evil.py"))
     assert call("info", foreign / "train").code == 0
@@ -144,7 +149,10 @@ def test_a_copy_replaces_a_plugin_on_another_machine(call: Softcell, foreign: Pa
         ("export", foreign / "train", "--to", "safetensors", "-q"),
         ("search", "--resume", foreign / "stopped", "-q"),
         ("train", "--resume", foreign / "train", "-q"),
+        ("search", "--resume", foreign / "search-seeds", "-q"),
+        ("train", "--resume", foreign / "train-seeds", "-q"),
     ):
+        sys.modules.pop("softcell_plugin_evil", None)
         answer = call(*command, "--plugin", foreign / "evil.py")
         assert answer.code == 0, answer.error
     assert "MB in float32" in call("info", foreign / "train", "--plugin", foreign / "evil.py").out

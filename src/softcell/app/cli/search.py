@@ -255,7 +255,8 @@ def run_seeds(
     if result.best is not None:
         output.show_search(screen, result.results[result.best])
     output.show_seeds(screen, result)
-    if any(one.genotype is None for one in result.results.values()):
+    not_started = len(chosen) - len(result.results) - len(result.errors)
+    if not_started or any(one.genotype is None for one in result.results.values()):
         kept = () if keep == "all" else ("--keep", keep)
         shared = () if at_once is None else ("--at-once", str(at_once))
         output.interrupted(screen, *(again or ("search", "--resume", str(folder), *kept, *shared)))

@@ -215,7 +215,8 @@ def run_seeds(
             quiet=True,
         )
     output.show_trained_seeds(screen, result)
-    if any(one.exit_code for one in result.results.values()):
+    not_started = len(chosen) - len(result.results) - len(result.errors)
+    if not_started or any(one.exit_code for one in result.results.values()):
         shared = () if at_once is None else ("--at-once", str(at_once))
         output.interrupted(screen, "train", "--resume", str(folder), *shared)
     return result.exit_code
@@ -349,7 +350,8 @@ def _train_sharing(
         output.show_training(screen, result, RunFolder.open(folder).manifest["results"])
     for name, error in ran.errors.items():
         print_fields(screen, **{name: f"failed: {explain_failure(error) or error}"})
-    if any(one.exit_code for one in ran.results.values()):
+    not_started = 1 + len(others) - len(ran.results) - len(ran.errors)
+    if not_started or any(one.exit_code for one in ran.results.values()):
         shared = () if at_once is None else ("--at-once", str(at_once))
         output.interrupted(screen, "train", "--resume", str(folder), "--random", str(len(others)), *shared)
     elif result is not None and not ran.errors:
