@@ -218,7 +218,8 @@ def named_genotype(text: str) -> Genotype:
 
 def names_space(text: str) -> bool:
     """Whether an argument names a space; a mistyped one raises, unless a file or folder has that name."""
-    if not Path(text).exists() and difflib.get_close_matches(text, list(SPACES), n=1):
+    # In this order: a whole genotype in another notation is too long for the name of a file.
+    if difflib.get_close_matches(text, list(SPACES), n=1) and not Path(text).exists():
         SPACES.get(text)
     return text in SPACES
 
