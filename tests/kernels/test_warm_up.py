@@ -249,6 +249,27 @@ def test_workers_that_nobody_needs_end_with_the_context(
         assert len(started) == 2
 
 
+@pytest.mark.parametrize("fault", ["second worker", "cache"])
+def test_workers_that_cannot_be_started_early_do_not_end_the_search(
+    fault: str, started: list[subprocess.Popen[bytes]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, no_device: None
+) -> None:
+    if fault == "cache":
+        (tmp_path / "file").touch()
+        monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "file"))
+    else:
+        start = warm_up.Compiler._start
+
+        def only_one(self: warm_up.Compiler, folder: Path) -> subprocess.Popen[bytes]:
+            if started:
+                raise BlockingIOError("no more processes")
+            return start(self, folder)
+
+        monkeypatch.setattr(warm_up.Compiler, "_start", only_one)
+    with workers_ready():
+        assert len(started) == (fault != "cache")
+    assert warm_up._early is None and all(worker.poll() is not None for worker in started)
+
+
 def test_warm_ups_can_be_disabled(monkeypatch: pytest.MonkeyPatch, no_device: None) -> None:
     monkeypatch.setenv(warm_up.SWITCH, "0")
     monkeypatch.setattr(warm_up, "compile_all", lambda *given, **named: pytest.fail("kernels were compiled"))

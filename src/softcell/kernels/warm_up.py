@@ -157,20 +157,25 @@ def compile_all(
 
 _early: Compiler | None = None
 """Its workers run already; the next warm-up takes it."""
+MOST_EARLY = 32
+"""Workers that are started before it is known how many kernels are missing."""
 
 
 @contextmanager
 def workers_ready(wanted: bool = True) -> Iterator[None]:
     """Within this context workers are started at once if `wanted` and no warm-up has compiled anything yet.
 
-    The first warm-up in the context uses them. If there is none, they end with the context.
+    The first warm-up in the context uses them. If there is none, they end with the context. Where they cannot be
+    started, nothing happens: the warm-up itself reports why.
     """
     global _early
     own: Compiler | None = None
-    if wanted and _early is None and is_enabled() and _is_cold():
-        _early = own = Compiler(None)
-        own.start()
     try:
+        if wanted and _early is None and is_enabled():
+            with suppress(OSError):
+                if _is_cold():
+                    _early = own = Compiler(None)
+                    own.start(MOST_EARLY)
         yield
     finally:
         if own is not None and _early is own:
@@ -214,10 +219,11 @@ class Compiler:
         self._folder: Path | None = None
         self._began = time.perf_counter()
 
-    def start(self) -> None:
-        """Start all workers, which then wait for jobs."""
+    def start(self, most: int) -> None:
+        """Start up to `most` workers, which then wait for jobs."""
         folder = self._open()
-        self._workers += [self._start(folder) for _ in range(self._most)]
+        for _ in range(min(most, self._most)):
+            self._workers.append(self._start(folder))
 
     def assign(self, target: Target, notify: Notify | None) -> None:
         self._target, self._notify, self._began = target, notify, time.perf_counter()

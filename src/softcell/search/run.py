@@ -33,7 +33,7 @@ from softcell.engine.task import OnEvent
 from softcell.errors import UserError
 from softcell.files import FILE_LIST, atomic_write_bytes, atomic_write_text, read_json_lines
 from softcell.kernels.warm_up import workers_ready
-from softcell.methods import Method
+from softcell.methods import METHODS, Method
 from softcell.registry import load_plugins
 from softcell.search.budget import state_budget
 from softcell.search.build import AnyTask, build_task, with_precision
@@ -112,7 +112,8 @@ def search_steps(
     out = Path(out)
     load_plugins(recipe.plugins)
     with session_of(recipe) as session, locked(out, session.world):
-        alone = session.world.size == 1  # several ranks would each start a worker per core
+        # Several ranks would each start a worker per core, and samplers have no supernet whose kernels are compiled.
+        alone = session.world.size == 1 and issubclass(METHODS.get(recipe.method), Method)
         with workers_ready(alone and launches_kernels(session.world, recipe.precision)):
             phases = _two_phases if recipe.pretrain.epochs else _one_phase
             return (yield from phases(recipe, out, session, resume, overwrite, on_event))

@@ -173,6 +173,16 @@ def test_info_shows_the_accuracy_of_a_search_after_an_epoch(call: Softcell, sear
         assert "on the validation split" in shown
 
 
+def test_a_run_whose_folder_is_called_like_a_space_is_found(
+    call: Softcell, searched: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(searched, tmp_path / "darts")
+    monkeypatch.chdir(tmp_path)
+    answer = call("info", "darts@1")
+    assert answer.code == 0 and "epoch 1" in answer.out and "space         nb201" in answer.out
+    assert "did you mean the space 'darts'?" in call("info", "dart").error
+
+
 def test_info_shows_the_best_of_architectures_trained_one_by_one(call: Softcell, tmp_path: Path) -> None:
     few = ("--set", "method.samples=3", "--epochs", "1", "--seed", "1", "--out", "drawn", "-q")
     assert call("search", "random", *TINY, *few).code == 0

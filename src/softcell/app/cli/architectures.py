@@ -189,7 +189,7 @@ def info(
     o.load_plugins(plugin)
     size = {key: value for key, value in (("cells", cells), ("channels", channels)) if value is not None}
     settings = merge(size, o.space_settings(set_))
-    if o.names_space(what):
+    if what in SPACES:
         _describe_space(console(), what, settings, classes or 10)
     else:
         _describe_network(console(), what, settings, None if input_ is None else o.parse_shape(input_), classes)

@@ -119,7 +119,7 @@ def latency(
     try:
         if pack is not None:
             genotypes: list[Genotype] = []
-            if o.names_space(what):
+            if what in SPACES:
                 base = SPACES.get(what).evaluation.get(recipe or CIFAR, {})
                 space, size = build_space(what, merge(base, settings)), image or INPUTS[recipe or CIFAR]
                 outputs = classes or CLASSES
@@ -140,7 +140,7 @@ def latency(
                     on_step=step,
                 )
             _show_pack(console(), pack, content, (*_search_options(space, size, recipe), *_plugins(plugin)))
-        elif o.names_space(what):
+        elif what in SPACES:
             created = None if out is None else check_output_path(out, overwrite)  # before minutes are spent on it
             base = SPACES.get(what).evaluation.get(recipe or CIFAR, {})
             space, size = build_space(what, merge(base, settings)), image or INPUTS[recipe or CIFAR]

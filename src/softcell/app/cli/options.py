@@ -216,19 +216,11 @@ def named_genotype(text: str) -> Genotype:
     return read_genotype(content)
 
 
-def names_space(text: str) -> bool:
-    """Whether an argument names a space; a mistyped one raises, unless a file or folder has that name."""
-    # In this order: a whole genotype in another notation is too long for the name of a file.
-    if difflib.get_close_matches(text, list(SPACES), n=1) and not Path(text).exists():
-        SPACES.get(text)
-    return text in SPACES
-
-
 def with_run(text: str, *, only_trusted: bool = False) -> tuple[Path | None, dict[str, Any] | None, Genotype]:
     """The architecture that an argument names and, if it belongs to a run, its folder and manifest.
 
-    The run's plugins are loaded first: they may define its space. only_trusted: skip plugins that are not trusted
-    instead of raising.
+    For commands that accept a space too: the error suggests one if its name was mistyped. The run's plugins are loaded
+    first: they may define its space. only_trusted: skip plugins that are not trusted instead of raising.
     """
     folder = run_of(text)
     manifest = None if folder is None else RunFolder.open(folder).manifest
@@ -236,7 +228,13 @@ def with_run(text: str, *, only_trusted: bool = False) -> tuple[Path | None, dic
         named = manifest["recipe"].get("plugins", ())
         skipped = registry.refused(named) if only_trusted else []
         registry.load_plugins([path for path in named if path not in skipped], f"the run in {folder}")
-    return folder, manifest, named_genotype(text)
+    try:
+        return folder, manifest, named_genotype(text)
+    except UserError as error:
+        close = difflib.get_close_matches(text, list(SPACES), n=1)
+        if folder is not None or not close:
+            raise
+        raise UserError(f"{error}; did you mean the space {close[0]!r}?") from error
 
 
 def own_network(text: str, manifest: dict[str, Any] | None) -> tuple[dict[str, Any] | None, Shape | None, int | None]:
