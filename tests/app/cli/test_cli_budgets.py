@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from softcell.api import train
+from softcell.app import baseline
 from softcell.app.baseline import APART, STRIDE, draw_random
 from softcell.app.cli.main import run
 from softcell.arch import Genotype, sample
@@ -135,6 +136,18 @@ def test_random_architectures_may_be_added_to_a_training_run_of_an_epoch(call: S
     again = call("train", "--resume", "later", "--random", "1")
     assert again.code == 0 and "sampled within the budget" in again.out
     assert Genotype.load("later/random-1") == allowed(LATER)[0]
+
+
+def test_an_epoch_whose_budget_cannot_be_counted_any_more_can_be_trained_alone(
+    call: Softcell, bounded: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def count(*given: object) -> dict[str, object]:
+        raise UserError("the latency table is gone")
+
+    monkeypatch.setattr(baseline, "state_budget_for", count)
+    assert call("train", f"{bounded}@1", *TINY_TRAIN, "--out", "alone").code == 0
+    rejected = call("train", f"{bounded}@1", *TINY_TRAIN, "--random", "1", "--out", "compared")
+    assert rejected.code == 2 and "the latency table is gone" in rejected.error
 
 
 def test_a_network_that_misses_the_budget_of_its_search_is_noted(call: Softcell, tmp_path: Path) -> None:

@@ -241,8 +241,12 @@ def run_train(
     # A resumed run passed this check when it began.
     if not resume:
         check_trainable(chosen, recipe)
-        # Without --random too: a resumed run, which may add it, has only the genotype of its folder.
-        chosen = with_budget(chosen, genotype, recipe)
+        try:
+            chosen = with_budget(chosen, genotype, recipe)
+        except UserError:  # for example, its latency table has moved
+            if random:
+                raise
+            # Only stored for a resumed run, which may add --random and has nothing but the genotype of its folder.
     if random and recipe.task == "retrieve":
         raise UserError("--random compares accuracies of classifiers; train the random architectures separately")
     others = draw_random(chosen, recipe, random) if random else []  # raises before the first training run
