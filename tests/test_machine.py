@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from softcell.machine import total_memory, usable_cores
+from softcell.machine import num_processes, total_memory, usable_cores
 
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="only Linux has these system calls and files")
 
@@ -36,3 +36,10 @@ def test_a_system_that_does_not_report_its_memory_is_no_error(monkeypatch: pytes
 
     monkeypatch.setattr(os, "sysconf", unknown)
     assert total_memory() is None
+
+
+def test_torchrun_says_how_many_processes_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    assert num_processes() == 1
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert num_processes() == 4

@@ -1,4 +1,4 @@
-"""What this machine has, and what of it this process may use."""
+"""Cores and memory that a process may use, and the number of processes that share a command."""
 
 from __future__ import annotations
 
@@ -19,3 +19,8 @@ def total_memory() -> int | None:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, ValueError, OSError):
         return None
+
+
+def num_processes() -> int:
+    """The number of processes that `torchrun` started for this command; 1 without it."""
+    return int(os.environ.get("WORLD_SIZE", "1"))

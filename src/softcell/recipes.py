@@ -6,7 +6,6 @@ line share the names of their settings: `from_options` reads both, `SearchSettin
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import is_dataclass, replace
 from pathlib import Path
@@ -20,6 +19,7 @@ from softcell.engine.runfolder import free_folder
 from softcell.errors import UserError
 from softcell.evaluate import TrainRecipe, stored_training
 from softcell.evaluate import resolve as resolve_training
+from softcell.machine import num_processes
 from softcell.registry import load_plugins
 from softcell.search import SearchRecipe, resolve, stored_recipe
 from softcell.search.genotypes import read_genotype, run_of
@@ -298,7 +298,7 @@ def _seed_of(folder: Path) -> int:
 
 
 def _check_alone() -> None:
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if num_processes() > 1:
         raise UserError("several seeds share one process, but torchrun started several processes; leave out --seeds")
 
 

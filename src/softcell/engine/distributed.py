@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from softcell.errors import UserError
+from softcell.machine import num_processes
 
 T = TypeVar("T")
 # Bounds the extra memory of a collective; a whole supernet still needs only one or two.
@@ -56,7 +57,7 @@ def start(device: torch.device | str) -> World:
     Each process takes the CUDA device of its local rank. A world of one has no process group at all.
     """
     device = torch.device(device)
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+    if num_processes() == 1:
         return World(0, 1, 0, device)
     missing = [name for name in _VARIABLES if name not in os.environ]
     if missing:

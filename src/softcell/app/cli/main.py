@@ -22,6 +22,7 @@ from typer.core import TyperCommand, TyperGroup
 import softcell
 from softcell.app.process import enter, explain_failure, notice_when_slow
 from softcell.errors import LostRankError, UserError
+from softcell.machine import num_processes
 from softcell.trust import asking
 
 USAGE = 2
@@ -272,7 +273,7 @@ def run(arguments: list[str]) -> int:
 
 def _question() -> Callable[[str], bool] | None:
     """Asks the user in a terminal; None where no user can answer, as under torchrun."""
-    alone = int(os.environ.get("WORLD_SIZE", "1")) == 1
+    alone = num_processes() == 1
     is_terminal = sys.stdin.isatty() and sys.stderr.isatty()
     return (lambda text: typer.confirm(text, err=True)) if alone and is_terminal else None
 

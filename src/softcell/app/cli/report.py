@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import os
 import signal
 import sys
 import time
@@ -39,6 +38,7 @@ from softcell.app.sweep.plan import PLAN, code_of, folders_of, is_finished, plai
 from softcell.engine.runfolder import RUNS
 from softcell.errors import UserError
 from softcell.files import atomic_write_text
+from softcell.machine import num_processes
 from softcell.settings import assignments, merge
 from softcell.text import clock, count_of
 from softcell.trust import PASSED_ON, digests, is_trusted, trusted
@@ -238,7 +238,7 @@ def sweep(
     Each job has a folder named after its settings. The same command resumes an interrupted sweep. Failed jobs are
     retried from their last checkpoint; those that fail again are listed at the end with their last error and log.
     """
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if num_processes() > 1:
         raise UserError(
             "`softcell sweep` starts its own processes; run it without torchrun, with --jobs N or --on slurm"
         )

@@ -32,6 +32,7 @@ from softcell.app.reproduce.run import (
 from softcell.errors import UserError
 from softcell.evaluate import TrainRecipe
 from softcell.evaluate.teacher import count_classifier
+from softcell.machine import num_processes
 from softcell.search import SearchRecipe
 from softcell.text import clock, count_of
 
@@ -103,7 +104,7 @@ def reproduce(
     if paper is None:
         _list_papers(screen)
         return 0
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if num_processes() > 1:
         raise UserError(
             "the runs of a plan share one process, but torchrun started several; run `softcell reproduce` without it"
         )

@@ -8,7 +8,6 @@ competition first (fewer networks), then from the search (fewer epochs, or none)
 
 from __future__ import annotations
 
-import os
 import shutil
 import warnings
 from contextlib import suppress
@@ -59,6 +58,7 @@ from softcell.engine.lock import free_reserve, locked
 from softcell.engine.task import EpochEnded, Event, OnEvent, Stepped
 from softcell.errors import UserError
 from softcell.evaluate import TrainRecipe, TrainResult
+from softcell.machine import num_processes
 from softcell.search import SearchRecipe
 from softcell.settings import build, to_dict
 from softcell.text import clock, count_of
@@ -114,7 +114,7 @@ def run(plan: Plan, screen: Screen) -> Outcome:
         return Outcome(0, front.entries[-1].summary, front)
     if plan.status == "finished" and plan.summary is not None:
         return Outcome(0, Summary.from_dict(plan.summary, plan.folder))
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if num_processes() > 1:
         raise UserError(
             "`softcell run` plans the time of one process; under torchrun use `softcell search` and `train`"
         )
