@@ -14,6 +14,7 @@ from PIL import Image
 
 from softcell.app.cli.latency import _search_options
 from softcell.app.cli.main import run
+from softcell.engine.manifest import read_mapping
 from softcell.evaluate import latency as subject
 from softcell.recipes import train_recipe
 from softcell.spaces import build_space
@@ -151,6 +152,14 @@ def test_the_suggested_search_is_for_the_measured_network(
     assert "was measured for another network" not in answer.out + answer.error
     network = json.loads((tmp_path / "found" / "run.json").read_text())["recipe"]
     assert network["data"] == ("photos" if "3x6x6" in options else "digits")
+
+
+def test_a_table_that_is_called_json_is_json(call: Softcell, tmp_path: Path) -> None:
+    options = ("--recipe", "small", "--channels", "2", "--networks", "1")
+    assert call("latency", "nb201", *options, *FAST, "--out", "ms.json").code == 0
+    table = json.loads((tmp_path / "ms.json").read_text())
+    assert read_mapping(tmp_path / "ms.json") == table
+    assert table["cell"]["nor_conv_3x3"] > 0 and "fixed" in table
 
 
 def test_the_suggested_search_names_data_of_the_right_shape() -> None:

@@ -73,7 +73,8 @@ def latency(
     device: o.Device = None,
     threads: o.Threads = None,
     out: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write the table (YAML), for `search --latency-table`.")
+        Path | None,
+        typer.Option(metavar="FILE", help="Write the table for `search --latency-table`: YAML, or .json."),
     ] = None,
     pack: Annotated[
         Path | None,
@@ -218,7 +219,10 @@ def _write_table(
     header = (
         "# Written by `softcell latency`. Milliseconds: table: {candidate: time}; `fixed` is the rest of a network.\n"
     )
-    write(out, header + yaml.safe_dump(table.to_dict(about), sort_keys=False), overwrite)
+    content = table.to_dict(about)
+    as_json = out.suffix == ".json"  # as the reader decides, too
+    text = json.dumps(content, indent=2) + "\n" if as_json else header + yaml.safe_dump(content, sort_keys=False)
+    write(out, text, overwrite)
     print_fields(screen, written=output_path(out, created))
     middle = statistics.median(found.median for _, found in table.networks) if table.networks else None
     limit = "MS" if middle is None else f"{middle:.3g}"  # half of the random networks are slower
