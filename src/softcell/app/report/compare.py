@@ -301,11 +301,14 @@ def _value(settings: Mapping[str, str], key: str) -> str:
 
 
 def _rounded(value: str) -> str:
-    """Long numbers with four digits, as a measured time has; anything else unchanged."""
+    """A fraction with at most four digits, as for a measured time; anything else unchanged, such as a seed or limit."""
+    if value.lstrip("+-").isdigit():
+        return value
     try:
-        return f"{float(value):.4g}" if len(value) > 8 else value
+        short = f"{float(value):.4g}"
     except ValueError:
         return value
+    return value if float(short) == float(value) else short
 
 
 def varying(recipes: Sequence[Mapping[str, str]]) -> list[str]:
@@ -352,11 +355,12 @@ def _unequal(first: Group, second: Group) -> str:
     keys = [key for key in varying(settings) if not (key.startswith(f"{_SEARCH}.") and key.split(".")[1] in of_search)]
     if not keys:
         return ""
-    listed = ", ".join(
-        f"{short_name(key)} {_rounded(_value(settings[0], key))} and {_rounded(_value(settings[1], key))}"
-        for key in keys[:4]
-    )
-    return f" Caution: they also differ in {listed}{' and more' if len(keys) > 4 else ''}."
+    listed = []
+    for key in keys[:4]:
+        exact = [_value(one, key) for one in settings]
+        short = [_rounded(value) for value in exact]
+        listed.append(f"{short_name(key)} {' and '.join(exact if short[0] == short[1] else short)}")
+    return f" Caution: they also differ in {', '.join(listed)}{' and more' if len(keys) > 4 else ''}."
 
 
 HEADER = ("group", "n", "mean, %", "std", "top-5, %", "parameters", "data", "accuracy of", "seeds")
