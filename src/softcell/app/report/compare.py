@@ -11,6 +11,7 @@ import itertools
 import json
 import math
 import statistics
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -260,7 +261,7 @@ def _groups(runs: Sequence[Run]) -> list[Group]:
         key = [run.score.measure, run.data, run.space, run.method, _done(run)]
         found.setdefault(json.dumps(key, sort_keys=True, default=str), []).append(run)
     members = sorted(found.values(), key=lambda group: (_measure(group[0]), *_place(group[0])))
-    result: list[Group] = []
+    names = []
     for group in members:
         first = group[0]
         alike = [
@@ -269,15 +270,19 @@ def _groups(runs: Sequence[Run]) -> list[Group]:
         # A name has only the settings in which groups of the same method, space and data differ.
         differing = varying([texts(_done(run)) for run in alike])
         own = texts(_done(first))
-        name = f"{first.method} in {first.space}"
-        if differing:
-            same_measure = [one.name for one in result if (one.data, one.measure) == (first.data, _measure(first))]
-            short, exact = (
-                f"{name} ({', '.join(f'{short_name(key)}={shown(_value(own, key))}' for key in differing)})"
-                for shown in (_rounded, str)
-            )
-            name = exact if short in same_measure else short
-        result.append(Group(name, first.method, first.space, first.data, _measure(first), _done(first), tuple(group)))
+        listed = (
+            ", ".join(f"{short_name(key)}={shown(_value(own, key))}" for key in differing) for shown in (_rounded, str)
+        )
+        names.append([f"{first.method} in {first.space}" + (f" ({values})" if values else "") for values in listed])
+    # Groups that rounding would make equal all get exact names.
+    alike_named = Counter(
+        (group[0].data, _measure(group[0]), short) for group, (short, _) in zip(members, names, strict=True)
+    )
+    result = []
+    for group, (short, exact) in zip(members, names, strict=True):
+        first, measure = group[0], _measure(group[0])
+        name = short if alike_named[first.data, measure, short] == 1 else exact
+        result.append(Group(name, first.method, first.space, first.data, measure, _done(first), tuple(group)))
     return result
 
 
