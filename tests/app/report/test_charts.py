@@ -8,11 +8,22 @@ import xml.etree.ElementTree as ET
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from softcell.app.report import curves_svg, heat_svg
-from softcell.app.report.charts import LOOKS, Series, line_chart, ticks
+from softcell.app.report.charts import (
+    LOOKS,
+    Cloud,
+    Series,
+    _labelled,
+    _short,
+    front_svg,
+    line_chart,
+    scatter,
+    ticks,
+)
+from softcell.app.report.theme import big
 from softcell.errors import UserError
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -73,6 +84,7 @@ def test_little_data_still_makes_a_chart(history: list[dict[str, float]]) -> Non
 
 
 @settings(max_examples=60, deadline=None)
+@example([{"epoch": None, "a": 0.0}, {"epoch": 2.4e-54, "a": 0.0}], "")
 @given(st.lists(st.dictionaries(st.sampled_from(["epoch", "a", "b"]), numbers), max_size=12), st.text(max_size=90))
 def test_any_history_makes_valid_xml_within_the_page(history: list[dict[str, object]], title: str) -> None:
     svg = curves_svg(history, ["a", "b"], title)
@@ -100,6 +112,34 @@ def test_ticks_are_round() -> None:
 def test_labels_of_ticks_differ_however_close_they_are() -> None:
     labels = [label for _, label in ticks(1.60938, 1.60941, wanted=4)]
     assert labels == ["1.60938", "1.60939", "1.6094", "1.60941"]
+    near = _labelled(ticks(123_400, 123_900, whole=True, wanted=4), shares=False)
+    assert [label for _, label in near] == ["123.4k", "123.6k", "123.8k", "124k"]
+    assert [label for _, label in ticks(1e7, 1.001e7, wanted=2)] == ["1e+07", "1.0005e+07", "1.001e+07"]
+
+
+@given(st.integers(-(10**12), 10**12) | st.floats(-1e9, 1e9), st.integers(1, 10**9) | st.floats(1e-6, 1e9))
+@example(12_000, 10)
+@example(1e7, 1e4)
+@example(9_900_000, 150_000)  # 10.05M would be 10.1M
+def test_every_label_shows_its_tick(low: float, spread: float) -> None:
+    rows = ticks(low, low + spread, whole=isinstance(low, int), wanted=4)
+    step = rows[1][0] - rows[0][0]
+    for labelled in (rows, _labelled(rows, shares=False), _short(rows, least=1e3)):
+        assert [value for value, _ in labelled] == [value for value, _ in rows]
+        for value, label in labelled:
+            size = {"k": 1e3, "M": 1e6, "G": 1e9}.get(label[-1], 1.0)
+            assert float(label.rstrip("kMG")) * size == pytest.approx(value, rel=1e-15, abs=step / 50)
+
+
+def test_costs_that_are_close_have_labels_that_differ() -> None:
+    near = [Cloud("darts", [(123_400.0, 0.9), (123_900.0, 0.8)], None, ["a", "b"])]
+    front = front_svg([(123_400.0, 0.9, "a"), (123_900.0, 0.95, "b")], "t", "parameters", "accuracy")
+    for drawing in (str(scatter("t", "parameters", near)), front):
+        assert ">123.4k</text>" in drawing and ">123k</text>" not in drawing
+
+
+def test_rounding_to_the_next_unit_changes_the_unit() -> None:
+    assert [big(v) for v in (999.4, 9_994, 999_400, 999_600, -999_999_999)] == ["999.4", "9.99k", "999k", "1M", "-1G"]
 
 
 def test_counts_have_whole_ticks_and_large_values_are_short() -> None:

@@ -91,9 +91,21 @@ def test_names_of_groups_have_settings_as_users_type_them_and_short_numbers(tmp_
         make_training(tmp_path / name, settings={"space_settings": {"channels": channels}, "time": time})
     assert [group.name for group in comparison(tmp_path).groups] == [
         "darts in nb201 (space.channels=8, time=4.931)",
-        "darts in nb201 (space.channels=12, time=19.4)",
-        "darts in nb201 (space.channels=12, time=19.39839)",  # both would be 19.4
+        "darts in nb201 (space.channels=12, time=19.398369483787132)",  # rounded, this and the next would be 19.4
+        "darts in nb201 (space.channels=12, time=19.39839)",
     ]
+
+
+def test_values_that_differ_are_never_shown_alike(tmp_path: Path) -> None:
+    limits = (("a", 123456789, 19.398369483787132), ("b", 123456790, 19.39839), ("c", 5, 4.930789715452702))
+    for name, limit, time in limits:
+        make_training(tmp_path / name, settings={"resource.max_params": limit, "time": time})
+    found = comparison(tmp_path)
+    names = [group.name for group in found.groups]
+    assert all(any(f"max_params={limit}, " in name for name in names) for _, limit, _ in limits)
+    said = [pair.sentence.partition("Caution: ")[2] for pair in found.pairs]
+    assert said[0].endswith("resource.max_params 123456789 and 123456790, time 19.398369483787132 and 19.39839.")
+    assert said[1].endswith("resource.max_params 123456789 and 5, time 19.4 and 4.931.")
 
 
 def test_networks_of_different_searches_are_never_one_group(tmp_path: Path) -> None:

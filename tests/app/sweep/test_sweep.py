@@ -21,7 +21,7 @@ import pytest
 import softcell
 from softcell.app.cli import report
 from softcell.app.cli.main import run as run_command
-from softcell.app.sweep import Job, Outcome, Plan, jobs_of, read_plan, run_sweep
+from softcell.app.sweep import Job, Outcome, Plan, jobs_of, launch, read_plan, run_sweep
 from softcell.app.sweep.launch import Queue, Ray, _Submitted, has_accounting, make_launcher
 from softcell.app.sweep.local import LOG, Local, SharedProcess, commands, last_error
 from softcell.arch import Genotype, sample
@@ -219,13 +219,46 @@ def test_a_rejected_submission_ends_the_sweep_or_counts_as_a_failed_attempt(tmp_
 
     first, *rest = jobs(tmp_path)
     with pytest.raises(UserError, match="no partition 'gpus'"):
-        run_sweep([first, *rest], Rejecting(), poll=0)
+        run_sweep([first, *rest], Rejecting(), poll=0, pause=0)
     later = Rejecting()
-    outcome = run_sweep([*rest, first], later, retries=1, poll=0)
-    assert outcome.finished == [rest[0]] and later.submitted.count("job0") == later.submitted.count("job2") == 2
+    outcome = run_sweep([*rest, first], later, retries=1, poll=0, pause=0)
+    assert outcome.finished == [rest[0]]
+    # The first attempt of job2 does not count, since job1 was running.
+    assert later.submitted == ["job1", "job2", "job2", "job0", "job2", "job0"]
     assert {name: found[1:] for name, found in outcome.failed.items()} == dict.fromkeys(
         ("job0", "job2"), (2, "no partition 'gpus'")
     )
+
+
+def test_jobs_beyond_a_limit_of_submissions_wait_for_a_free_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two jobs at a time are accepted; each runs for 60 s, and its place is free 5 s after its end."""
+    clock, rejected, ends = SimpleNamespace(now=0.0), list[float](), list[float]()
+
+    class Limited(Fake):
+        def submit(self, job: Job) -> Any:
+            if sum(clock.now < end + 5 for end in ends) >= 2:
+                rejected.append(clock.now)
+                raise UserError("QOSMaxSubmitJobPerUserLimit")
+            ends.append(end := clock.now + 60)
+            handle = super().submit(job)
+            return SimpleNamespace(done=lambda: clock.now >= end, result=handle.result, stop=handle.stop)
+
+    def sleep(seconds: float) -> None:
+        clock.now += seconds
+
+    monkeypatch.setattr(launch, "time", SimpleNamespace(monotonic=lambda: clock.now, sleep=sleep))
+    said: list[tuple[str, str, str]] = []
+    every = jobs(tmp_path, 5)
+    outcome = run_sweep(
+        every, Limited(), retries=0, notify=lambda *about: said.append((about[0], about[1].name, about[2]))
+    )
+    assert outcome.finished == every and not outcome.failed
+    assert len(ends) == 5 and clock.now < 3 * 60 + 2 * 12
+    assert len(rejected) < 25  # it asks a few times per minute, and at once when a job has ended
+    waits = [about for about in said if about[0] == "wait"]
+    assert waits == [("wait", f"job{k}", "QOSMaxSubmitJobPerUserLimit") for k in (2, 4)], "one notice for each"
 
 
 def test_ctrl_c_stops_running_jobs_and_leaves_the_rest_open(tmp_path: Path) -> None:

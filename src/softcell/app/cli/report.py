@@ -284,7 +284,13 @@ def sweep(
 
     def notify(what: str, job: Job, remark: str) -> None:
         counts["done"] += what == "done"
-        words = {"start": "started", "done": "finished", "retry": "failed, will be retried", "failed": "failed"}[what]
+        words = {
+            "start": "started",
+            "wait": "waits, since it was not accepted yet",
+            "done": "finished",
+            "retry": "failed, will be retried",
+            "failed": "failed",
+        }[what]
         past = clock(time.monotonic() - began)
         line = f"{past:>8}  {counts['done']}/{len(every)}  {job.name} {words}" + (f": {remark}" if remark else "")
         screen.print(line, style="yellow" if what in ("retry", "failed") else None, markup=False)

@@ -188,7 +188,7 @@ def scatter(title: str, x_label: str, clouds: Sequence[Cloud]) -> Html:
     costs = ticks(min(x for x, _ in points), max(x for x, _ in points), wanted=4)
     rows = _labelled(ticks(min(y for _, y in points), max(y for _, y in points), wanted=4), shares=True)
     axes = _axes(_card_area(rows), [value for value, _ in costs], rows)
-    body = _frame(axes, rows, [(value, big(value)) for value, _ in costs], x_label)
+    body = _frame(axes, rows, _short(costs, least=1e3), x_label)
     legend = []
     for i, cloud in enumerate(clouds):
         look = LOOKS[i % len(LOOKS)]
@@ -223,7 +223,7 @@ def front_svg(points: Sequence[tuple[float, float, str]], title: str, x_label: s
     left, top = MARGIN + max(cells(label) for _, label in rows) * DIGITS + 10, MARGIN + 60
     axes = _axes((left, top, left + FILE_SIZE[0], top + FILE_SIZE[1]), [value for value, _ in costs], rows)
     body = [text(MARGIN, MARGIN + 16, heading, "sc-title"), text(MARGIN, MARGIN + 38, y_label, "sc-quiet")]
-    body += _frame(axes, rows, [(value, big(value)) for value, _ in costs], x_label)
+    body += _frame(axes, rows, _short(costs, least=1e3), x_label)
     body += _line(axes, Series(y_label, [(x, y) for x, y, _ in ordered]), 0)
     facts = []
     for x, y, label in ordered:
@@ -252,9 +252,9 @@ def ticks(low: float, high: float, whole: bool = False, wanted: int = 6) -> list
     if last - first > 3 * wanted or first * step + step == first * step:  # a spread below the precision of floats
         return [(low, f"{low:.4g}"), (high, f"{high:.4g}")]
     decimals = max(0, -math.floor(math.log10(step)))
-    largest = max(abs(first), abs(last)) * step
+    largest = max(abs(first), abs(last), 1) * step
     plain = decimals <= 4 and largest < 1e6
-    digits = max(3, math.floor(math.log10(largest)) + decimals + 1) if step < 1 else 3  # those that differ
+    digits = max(3, math.floor(math.log10(largest)) - math.floor(math.log10(step)) + 1)  # those that differ
     return [
         (k * step, f"{k * step:.{decimals}f}" if plain else f"{k * step:.{digits}g}") for k in range(first, last + 1)
     ]
@@ -305,9 +305,17 @@ def _card_area(rows: Sequence[Tick]) -> tuple[float, float, float, float]:
 def _labelled(rows: Sequence[Tick], shares: bool) -> list[Tick]:
     """Labels for a card: shares as percent with equally many decimals, large values in few characters."""
     if not shares:
-        return [(v, big(v) if abs(v) >= 1e4 else label) for v, label in rows]
+        return _short(rows)
     decimals = max(len(f"{100 * v:.3g}".partition(".")[2]) for v, _ in rows)
     return [(v, f"{100 * v:.{decimals}f} %") for v, _ in rows]
+
+
+def _short(rows: Sequence[Tick], least: float = 1e4) -> list[Tick]:
+    """Values of at least `least` in few characters, but with enough digits to read the distance of two ticks."""
+    large = [v for v, _ in rows if abs(v) >= least]
+    error = (rows[-1][0] - rows[0][0]) / (100 * len(rows))
+    digits = next((d for d in range(3, 17) if all(abs(float(f"{v:.{d}g}") - v) <= error for v in large)), 17)
+    return [(v, big(v, digits) if abs(v) >= least else label) for v, label in rows]
 
 
 def _frame(axes: Axes, rows: Sequence[Tick], x_ticks: Sequence[Tick], x_label: str) -> list[str]:

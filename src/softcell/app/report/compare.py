@@ -11,6 +11,7 @@ import itertools
 import json
 import math
 import statistics
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -260,7 +261,7 @@ def _groups(runs: Sequence[Run]) -> list[Group]:
         key = [run.score.measure, run.data, run.space, run.method, _done(run)]
         found.setdefault(json.dumps(key, sort_keys=True, default=str), []).append(run)
     members = sorted(found.values(), key=lambda group: (_measure(group[0]), *_place(group[0])))
-    result: list[Group] = []
+    names = []
     for group in members:
         first = group[0]
         alike = [
@@ -269,15 +270,19 @@ def _groups(runs: Sequence[Run]) -> list[Group]:
         # A name has only the settings in which groups of the same method, space and data differ.
         differing = varying([texts(_done(run)) for run in alike])
         own = texts(_done(first))
-        name = f"{first.method} in {first.space}"
-        if differing:
-            same_measure = [one.name for one in result if (one.data, one.measure) == (first.data, _measure(first))]
-            short, exact = (
-                f"{name} ({', '.join(f'{short_name(key)}={shown(_value(own, key))}' for key in differing)})"
-                for shown in (_rounded, str)
-            )
-            name = exact if short in same_measure else short
-        result.append(Group(name, first.method, first.space, first.data, _measure(first), _done(first), tuple(group)))
+        listed = (
+            ", ".join(f"{short_name(key)}={shown(_value(own, key))}" for key in differing) for shown in (_rounded, str)
+        )
+        names.append([f"{first.method} in {first.space}" + (f" ({values})" if values else "") for values in listed])
+    # Groups that rounding would make equal all get exact names.
+    alike_named = Counter(
+        (group[0].data, _measure(group[0]), short) for group, (short, _) in zip(members, names, strict=True)
+    )
+    result = []
+    for group, (short, exact) in zip(members, names, strict=True):
+        first, measure = group[0], _measure(group[0])
+        name = short if alike_named[first.data, measure, short] == 1 else exact
+        result.append(Group(name, first.method, first.space, first.data, measure, _done(first), tuple(group)))
     return result
 
 
@@ -301,11 +306,14 @@ def _value(settings: Mapping[str, str], key: str) -> str:
 
 
 def _rounded(value: str) -> str:
-    """Long numbers with four digits, as a measured time has; anything else unchanged."""
+    """A fraction with at most four digits, as for a measured time; anything else unchanged, such as a seed or limit."""
+    if value.lstrip("+-").isdigit():
+        return value
     try:
-        return f"{float(value):.4g}" if len(value) > 8 else value
+        short = f"{float(value):.4g}"
     except ValueError:
         return value
+    return value if float(short) == float(value) else short
 
 
 def varying(recipes: Sequence[Mapping[str, str]]) -> list[str]:
@@ -352,11 +360,12 @@ def _unequal(first: Group, second: Group) -> str:
     keys = [key for key in varying(settings) if not (key.startswith(f"{_SEARCH}.") and key.split(".")[1] in of_search)]
     if not keys:
         return ""
-    listed = ", ".join(
-        f"{short_name(key)} {_rounded(_value(settings[0], key))} and {_rounded(_value(settings[1], key))}"
-        for key in keys[:4]
-    )
-    return f" Caution: they also differ in {listed}{' and more' if len(keys) > 4 else ''}."
+    listed = []
+    for key in keys[:4]:
+        exact = [_value(one, key) for one in settings]
+        short = [_rounded(value) for value in exact]
+        listed.append(f"{short_name(key)} {' and '.join(exact if short[0] == short[1] else short)}")
+    return f" Caution: they also differ in {', '.join(listed)}{' and more' if len(keys) > 4 else ''}."
 
 
 HEADER = ("group", "n", "mean, %", "std", "top-5, %", "parameters", "data", "accuracy of", "seeds")

@@ -128,12 +128,13 @@ def percent(share: float, digits: int = 1) -> str:
     return f"{100 * share:.{digits}f} %"
 
 
-def big(value: float) -> str:
+def big(value: float, digits: int = 3) -> str:
     """A count in few characters: 134k, 1.53M."""
-    for size, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if abs(value) >= size:
-            return f"{value / size:.3g}{unit}"
-    return f"{value:.4g}"
+    if abs(value) < 1e3:
+        return f"{value:.4g}"
+    rounded = float(f"{value:.{digits}g}")  # before the unit is chosen: 999,999 is 1M, not 1e+03k
+    size, unit = next((size, unit) for size, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")) if abs(rounded) >= size)
+    return f"{rounded / size:.{digits}g}{unit}"
 
 
 Family = Literal["conv", "dilated", "dynamic", "pool", "skip", "attention", "other", "none"]

@@ -21,7 +21,7 @@ from softcell.app.sweep.plan import Job
 from softcell.errors import UserError
 
 Notify = Callable[[str, Job, str], None]
-"""Called with what happened (`start`, `done`, `retry`, `failed`), the job, and a remark."""
+"""Called with what happened (`start`, `wait`, `done`, `retry`, `failed`), the job, and a remark."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,12 +56,16 @@ def run_sweep(
     retries: int = 1,
     notify: Notify = lambda what, job, remark: None,
     poll: float = 0.2,
+    pause: float = 10.0,
 ) -> Outcome:
     """Runs all unfinished jobs; Ctrl-C stops them, and they save their state.
 
     A job is finished when its run folders say so, whatever its process returned. A job that ends before that is
-    retried up to `retries` times from its last checkpoint. A `UserError` of the first submission ends the sweep; a
-    later one is a failed attempt, since other jobs may be running.
+    retried up to `retries` times from its last checkpoint.
+
+    A `UserError` of the first submission ends the sweep. After a later one, nothing is submitted until a job ends or
+    `pause` seconds are over. It is a failed attempt only if no job of the sweep has been running for `pause` seconds:
+    clusters limit how many jobs a user may submit, and need a moment to free the place of a job that has ended.
 
     Example:
         >>> from softcell.app.sweep import run_sweep
@@ -76,10 +80,14 @@ def run_sweep(
     running: dict[str, tuple[Job, Handle]] = {}
     finished: list[Job] = []
     failed: dict[str, tuple[Job, int, str]] = {}
+    notified: set[str] = set()  # of waiting jobs that the cluster did not accept
+    last_end = blocked_until = -math.inf
 
     def collect() -> None:
+        nonlocal last_end, blocked_until
         for name, (job, handle) in list(running.items()):
             if handle.done():
+                last_end, blocked_until = time.monotonic(), -math.inf
                 # Read exactly once: on this machine it also frees the job's slot.
                 code = handle.result()
                 del running[name]
@@ -99,7 +107,7 @@ def run_sweep(
 
     try:
         while waiting or running:
-            while waiting and len(running) < limit:
+            while waiting and len(running) < limit and time.monotonic() >= blocked_until:
                 job = waiting.popleft()
                 is_first = not any(attempts.values())
                 attempts[job.name] += 1
@@ -110,7 +118,17 @@ def run_sweep(
                 except UserError as error:
                     if is_first:
                         raise
-                    fail(job, str(error))
+                    now = time.monotonic()
+                    blocked_until = now + pause
+                    if running or now - last_end < pause:
+                        attempts[job.name] -= 1
+                        waiting.appendleft(job)
+                        if job.name not in notified:
+                            notified.add(job.name)
+                            notify("wait", job, str(error))
+                    else:
+                        fail(job, str(error))
+                    break  # the others would be rejected, too
             time.sleep(poll)
             collect()
     except KeyboardInterrupt:
