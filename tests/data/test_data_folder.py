@@ -32,7 +32,7 @@ def fill(root, counts, make=lambda: noise(8, 8)):
 @pytest.mark.parametrize("machine", [None, 2**34])
 def test_images_too_large_for_the_memory_are_refused_with_size_need_and_option(tmp_path, monkeypatch, machine):
     # None: the system does not report it, and the allocation itself fails.
-    monkeypatch.setattr("softcell.data.images._memory", lambda: machine)
+    monkeypatch.setattr("softcell.data.images.total_memory", lambda: machine)
     fill(tmp_path / "pets", {"dog": 5, "cat": 5})
     why = "that much is not free" if machine is None else "the machine has 16.0 GiB"
     with pytest.raises(
