@@ -7,7 +7,7 @@ with each of `CHANGES` to them, until `--minutes` have passed. Kernels of all se
 processes as there are cores. `--host` needs no GPU: the time that Python takes for a pass whose launches do nothing.
 
 python -m benchmarks.derived --cold --steps --settings chosen --minutes 5 --out derived.json
-python -m benchmarks.derived --steps --ways --step-settings "row 22" --settings
+python -m benchmarks.derived --steps --ways --step-settings "rows 27 and 28" --settings
 python -m benchmarks.derived --settings chosen "gather rows 64" '{"gather_rows": 128, "gather_warps": 8}'
 """
 
@@ -41,14 +41,16 @@ from softcell.spaces.execution import fused_networks, modules_only
 from studies.runs import write_record
 from tests.reference.published_genotypes import DARTS_V2
 
-GATHER = {"gather_together": 1, "gather_registers": 80, "gather_rows": 32}
-NEXT = {"weight_factors": 1, "lower_tiles": 1, "point_tiles": 1, "input_tiles": 1} | GATHER
-"""Rows 22 to 26 of NOTES.md, which are not measured yet."""
+EARLIER = {"weight_factors": 0, "lower_tiles": 0, "point_tiles": 0, "input_tiles": 0}
+EARLIER |= {"gather_together": 0, "gather_registers": 0, "gather_rows": 64}
+"""Rows 22 to 26 of NOTES.md, switched off."""
 
 CHANGES: dict[str, dict[str, int]] = {
     "chosen": {},
-    "chosen, again": {},  # what differs from the first is noise
-    "row 16": {  # what rows 17 to 21 of NOTES.md brought, switched off; `_lower` keeps 64 rows at 72 channels, not 128
+    "chosen, again": {},  # differences from the first are noise
+    "row 21": EARLIER,
+    "row 16": EARLIER
+    | {  # also without rows 17 to 21; `_lower` keeps 64 rows at 72 channels, not 128
         "beside": 0,
         "stage_lines": 0,
         "lower_apart": 0,
@@ -56,36 +58,21 @@ CHANGES: dict[str, dict[str, int]] = {
         "activate_lines": 0,
         "splits_block": 256,
     },
-    "one stream": {"beside": 0},  # gradients of weights between those of planes instead of beside them
-    "rows 22 to 26": NEXT,
-    "rows 22 to 26, memory as before": NEXT | {"weight_factors": 2},
-    "rows 22, 23, 25 and 26, stage lines 1": NEXT | {"point_tiles": 0, "stage_lines": 1},
-    "row 22": {"weight_factors": 1},  # gradients of matrices and depthwise kernels by themselves, from kept results
-    "row 23": {"lower_tiles": 1},
-    "row 24": {"point_tiles": 1},
-    "row 25": GATHER,
-    "row 26": {"input_tiles": 1},
-    "rows 22 to 26, tile programs 2": NEXT | {"tile_programs": 2},
-    "rows 22 to 26, tile programs 16": NEXT | {"tile_programs": 16},
-    "rows 22 to 26, registers as needed": NEXT | {"gather_registers": 0},
-    "rows 22 to 26, depth programs 528": NEXT | {"depth_programs": 528},
-    "rows 22 to 26, one stream": NEXT | {"beside": 0},
+    "rows 27 and 28": {"finish_rows": 4096, "lines_together": 0, "gather_registers": 0},
+    "row 27": {"finish_rows": 4096},
+    "row 28": {"lines_together": 0, "gather_registers": 0},
+    "memory as before": {"weight_factors": 2},  # depthwise results are computed again instead of kept
+    "one stream": {"beside": 0},  # gradients of weights before the next gradients of planes, not at the same time
+    "stage lines 1, no point tiles": {"point_tiles": 0, "stage_lines": 1},
+    "without row 24": {"point_tiles": 0},
+    "tile programs 16": {"tile_programs": 16},
+    "depth programs 528": {"depth_programs": 528},
     "sums elements 2048": {"sums_elements": 2048},  # twice as many loads under way in `_arrival_sums`
-    "stage lines 1": {"stage_lines": 1},  # depthwise convolutions and matrices in one kernel
     "stages by pixels": {"stage_lines": 0},
-    "lower at once": {"lower_apart": 0, "lower_inner": 64},  # gradients before norms within `_lower`
     "activate by pixels": {"activate_lines": 0},
     "point side 64": {"point_side": 64},
     "splits 32": {"splits_block": 32},  # at 36 channels it is chosen; reduction cells gained, too
-    "weight programs 132": {"weight_programs": 132},  # half of a GPU's registers are left to what runs beside
-    "as before": {  # at 36 channels; wider ones had other sizes forward
-        "stage_rows": 128,
-        "lower_rows": 128,
-        "lower_depth": 16,
-        "lower_warps": 8,
-        "gather_rows": 64,
-        "weight_programs": 1056,
-    },
+    "weight programs 132": {"weight_programs": 132},  # leaves half of the registers to what runs at the same time
     "gather by pixels": {"gather_groups": 0},
     "gather groups 16": {"gather_groups": 16},
     "gather groups 4": {"gather_groups": 4},
@@ -93,11 +80,7 @@ CHANGES: dict[str, dict[str, int]] = {
     "weight stages 3": {"weight_stages": 3},
     "weight waves 1": {"weight_waves": 1},
     "weight programs 1056": {"weight_programs": 1056},
-    "lower depth 16": {"lower_depth": 16},
-    "lower depth 64": {"lower_depth": 64},
-    "lower registers 96": {"lower_registers": 96},
     "16 channels, gather rows 64": {"channels": 16, "gather_rows": 64},  # 48 channels are read for 40, not 64
-    "gather registers 80": {"gather_registers": 80},
     "gather rows 64": {"gather_rows": 64},
     "stage warps 8": {"stage_warps": 8},
     "stage rows 128": {"stage_rows": 128},
@@ -107,7 +90,7 @@ CHANGES: dict[str, dict[str, int]] = {
     "sums by shuffles": {"product_sums": 0},
     "no pitch": {"pitch": 1},
 }
-"""Fields of `derived_layout_triton.Blocks` that differ from the chosen ones, by what they say; the likeliest first."""
+"""Named changes to the fields of `derived_layout_triton.Blocks`; the most promising first."""
 
 CASES = {"36": (36, 32, 1), "72": (72, 16, 7), "144": (144, 8, 14), "reduce": (72, 32, 6)}
 """Channels, size of the input, number of the cell in the network."""

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from benchmarks.derived import EARLIER
 from softcell.arch import notation
 from softcell.kernels.backend import triton_kernels
 from softcell.kernels.derived import derived_cell, derived_cell_reference
@@ -24,7 +25,7 @@ from softcell.spaces import Network, _derived_plan, build_space, execution
 from softcell.spaces._derived_plan import Pick, plan_derived
 from softcell.spaces._fused_plan import Unfit
 from softcell.spaces.execution import fused_networks, is_modules_only, modules_only
-from tests.helpers.derived_cells import Cell, edges_of_one_size, states
+from tests.helpers.derived_cells import WIDTHS, Cell, edges_of_one_size, states
 from tests.helpers.kernel_runs import DEVICE, INTERPRETED, MARKS
 from tests.reference.published_genotypes import DARTS_V2
 
@@ -136,16 +137,11 @@ SETTINGS: list[dict[str, int]] = [
     {"weight_rows": 16, "stage_rows": 32, "lower_rows": 32, "weight_programs": 400},  # several tiles, several splits
     {"pitch": 1, "product_sums": 0, "weight_side": 64, "beside": 0, "splits_block": 256},
     {"channels": 16, "stage_depth": 32, "lower_depth": 64, "gather_rows": 32, "lower_apart": 0},
-    {"activate_lines": 0, "stage_lines": 1, "lower_tiles": 1, "tile_programs": 0, "lower_rows": 32},
-    {
-        "point_tiles": 1,
-        "point_tile_programs": 0,
-        "point_side": 16,
-        "stage_rows": 32,
-        "lower_tiles": 1,
-        "tile_pulled": 0,
-    },
+    {"activate_lines": 0, "stage_lines": 1, "tile_programs": 0, "lower_rows": 32},
+    {"point_tile_programs": 0, "point_side": 16, "stage_rows": 32, "tile_pulled": 0},
     {"stage_lines": 0, "lower_inner": 16, "lower_pulled": 16, "point_depth": 16, "point_side": 16, "flat": 32},
+    {**EARLIER, "finish_rows": 2},
+    {"lines_together": 0, "finish_rows": 4096},
 ]
 
 
@@ -182,13 +178,11 @@ class TestBlocks:
             {},
             {"gather_groups": 2, "gather_flat": 16},
             {"gather_groups": 0, "stage_lines": 1},
-            {"weight_factors": 1, "lower_tiles": 1, "point_tiles": 1, "gather_together": 1, "input_tiles": 1},
+            EARLIER,
             {
-                "weight_factors": 1,
                 "stage_lines": 1,
                 "depth_flat": 32,
                 "depth_programs": 20,
-                "lower_tiles": 1,
                 "tile_pulled": 0,
                 "beside": 0,
             },
@@ -217,6 +211,20 @@ class TestBlocks:
         theirs = outcomes(cell.double().cpu().plan(), given, torch.float64, plain=True, training=True)
         errors = {name: relative(a, b) for name, a, b in zip(OUTCOMES, mine, theirs, strict=True)}
         assert all(error <= 1e-5 for error in errors.values()), errors
+
+    @pytest.mark.parametrize(("bytes_there", "expected"), [(99 * 1024, False), (163 * 1024, True)])
+    def test_tiles_are_not_used_where_shared_memory_is_too_small(
+        self, bytes_there: int, expected: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Consumer GPUs have 99 KB per program, an A100 163."""
+        monkeypatch.setattr(triton_kernels("derived_layout"), "shared_memory", lambda device: bytes_there)
+        plan = Cell(8, 1, older_is_larger=False, pool_norm=True, edges=edges_of_one_size(3)).plan()
+        triton_kernels("derived")._scheduled.cache_clear()
+        shapes = [(7, width, 8, 8) for width in WIDTHS]
+        schedules = plan.schedules(shapes, torch.bfloat16, torch.device("cpu"), training=True)
+        triton_kernels("derived")._scheduled.cache_clear()
+        names = {launch.kernel.__name__ for schedule in schedules for launch in schedule.launches}
+        assert {"_lower_tiles" in names, "_point_tiles" in names} == {expected}
 
     def test_sides_of_blocks_cover_columns_with_little_waste(self) -> None:
         side_for = triton_kernels("derived_layout").side_for

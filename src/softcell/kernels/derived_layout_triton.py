@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 import triton
 
-from softcell.kernels.backend import padded
+from softcell.kernels.backend import padded, shared_memory
 from softcell.kernels.derived import NONE
 from softcell.kernels.derived_flat_triton import _activate_lines
 from softcell.kernels.derived_forward_triton import _activate
@@ -33,7 +33,7 @@ class Blocks:
     stage_warps: int = 8
     stage_registers: int = 0  # at most that many for a thread, so that more programs fit; 0: as many as it takes
     stage_lines: int = 2  # where nothing strides, four lines at a time: 1 in one kernel, 2 depthwise and matrix apart
-    point_tiles: bool = False  # where these are apart, programs of matrices go through blocks of rows
+    point_tiles: bool = True  # where these are apart, programs of matrices go through blocks of rows
     point_tile_stages: int = 3
     point_tile_programs: int = 2  # for a multiprocessor: as many as fit
     product_sums: bool = True  # statistics by tensor cores
@@ -46,8 +46,8 @@ class Blocks:
     lower_stages: int = 3  # loads under way then, where there are several blocks
     lower_warps: int = 8
     lower_registers: int = 0
-    lower_tiles: bool = False  # within a cell: programs go through blocks of rows, as many as fit a GPU
-    input_tiles: bool = False  # likewise for gradients of input tensors
+    lower_tiles: bool = True  # within a cell: programs go through blocks of rows, as many as fit a GPU
+    input_tiles: bool = True  # likewise for gradients of input tensors
     tile_pulled: int = 128  # up to so many channels they write gradients before norms, too
     tile_stages: int = 3  # loads under way there
     tile_registers: int = 128
@@ -57,21 +57,25 @@ class Blocks:
     weight_stages: int = 3
     weight_waves: int = 2  # programs are that many times what a GPU holds at a time
     weight_programs: int = 0  # instead, if not 0
-    weight_factors: int = 0  # see `Pass.by_factors`: 1 from depthwise results that are kept, 2 computes them again
+    weight_factors: int = (
+        1  # see `Pass.by_factors`: 1 keeps depthwise results, 2 computes them again, 0: not by factors
+    )
     point_stages: int = 3  # `weight_stages` of matrices alone
     depth_flat: int = 256  # values of a line in a block of `_depth_gradient`, four for each thread
     depth_programs: int = 1056  # of it, where there are lines for so many: eight for each multiprocessor
-    gather_rows: int = 64
+    gather_rows: int = 32
     gather_warps: int = 4
-    gather_registers: int = 0  # by lines
+    gather_registers: int = 80  # by lines
     gather_groups: int = 8  # groups of four lines, where nothing strides and windows have one size; 0: pixel by pixel
     gather_flat: int = 64  # values of a line in a block of such groups; fewer than threads, or weights take detours
-    gather_together: bool = False  # what is added to windows is loaded for four lines, or for a pool's taps, at once
+    gather_together: bool = True  # what is added to windows is loaded for four lines, or for a pool's taps, at once
+    lines_together: bool = True  # by lines, too
     activate_lines: bool = True  # line by line
     flat_lines: int = 32  # lines that elementwise kernels handle, and values of each
     flat: int = 64
     sums_elements: int = 1024
     add_elements: int = 2048
+    finish_rows: int = 1024  # partial sums of a norm's gradients that a program loads at a time
     splits_block: int = 32  # values whose partial sums a program adds up, 2,048 at a time
     beside: bool = True  # gradients of weights on a second stream, beside those of planes
 
@@ -92,8 +96,8 @@ def blocks_for(channels):
     cache, where neighbouring taps meet, if loads are not staged (row 16). Kernels with few registers and one purpose
     are preferred to those that save a pass over memory (rows 18 and 19), though stages in one kernel were faster at 36
     and 72 channels; that form is not compared in bfloat16 yet. Partial sums of weights have 70 splits or more at 36
-    channels, where 64 are added at a time, and mostly 17 or 4 at 72 and 144, where 8 are (row 21). What rows 22 to 26
-    predict is not measured, so `weight_factors`, `*_tiles` and `gather_together` are off.
+    channels, where 64 are added at a time, and mostly 17 or 4 at 72 and 144, where 8 are (row 21). Depthwise results
+    are kept for the gradients of weights: 1.7 ms less a step of DARTS_V2, for 0.8 GB (row 22).
     """
     if channels <= 48 and -channels % 32 > channels // 3:
         found = Blocks(stage_depth=16, stage_warps=4, lower_rows=64, lower_warps=4, weight_stages=1)
@@ -292,10 +296,12 @@ class Pass:
     def tiles_fit(self, stages):
         """Whether programs may go through blocks of rows: all columns are in a block, whose loads are under way.
 
-        In float32 blocks of more columns need more shared memory than there is.
+        In float32 blocks of more columns need more shared memory than any GPU has. Consumer GPUs have 99 KB, which
+        does not suffice; the other kernels of a pass fit there.
         """
-        most = 256 if self.dtype == torch.bfloat16 else 48
-        return self.c <= most and all(s.width == self.c and s.stride == 1 for s in stages)
+        most, needed = (256, 112 * 1024) if self.dtype == torch.bfloat16 else (48, 160 * 1024)
+        fits = self.c <= most and shared_memory(self.schedule.device) >= needed
+        return fits and all(s.width == self.c and s.stride == 1 for s in stages)
 
     def split_state(self, state):
         """Views of the planes' state: moments [3, …], coefficients [2, …], slopes [3, …], reciprocals [1, …]."""

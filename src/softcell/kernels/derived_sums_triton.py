@@ -301,7 +301,8 @@ def finish_slopes(run, partial, planes, rows):
     p, c, schedule, norms = run.program, run.c, run.schedule, run.norms
     jobs = schedule.table(tuple((i, plane, norms[plane].scale, norms[plane].shift) for i, plane in enumerate(planes)))
     grid = (len(planes), triton.cdiv(c, 4))
-    sizes = {"C": c, "CB": 4, "BLOCK": min(1024, triton.next_power_of_2(partial.splits))}
+    block = min(run.blocks.finish_rows, triton.next_power_of_2(partial.splits))
+    sizes = {"C": c, "CB": 4, "BLOCK": block, "num_warps": max(4, block // 256)}
     if not run.form.shared:
         schedule.launch(
             _finish_slopes, grid, partial.tensor, run.parameters, run.moments, run.slopes, run.parameter_gradient, jobs,

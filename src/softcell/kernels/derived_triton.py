@@ -263,7 +263,7 @@ class Backward(Lowering):
         common = {"C": c, "PITCH": self.pitch, "SIZE": size, "DROPS": self.form.drops, "POOLED": bool(pools)}
         common |= {
             "STATS": partial is not None,
-            "TOGETHER": bool(self.blocks.gather_together),
+            "TOGETHER": bool(self.blocks.gather_together and (self.blocks.lines_together or not by_lines)),
             "num_warps": self.blocks.gather_warps,
         }
         if by_lines:
