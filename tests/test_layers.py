@@ -79,8 +79,7 @@ def imports(source: str, package: str) -> set[str]:
                 base = ".".join(package.split(".")[: len(package.split(".")) - node.level + 1])
             module = ".".join(part for part in (base, node.module or "") if part)
             # `from softcell import nn` names a layer only in its last part.
-            parted = module in ("softcell", "softcell.app")
-            found |= {_part(module, alias.name) for alias in node.names} if parted else {module}
+            found |= {_part(module, alias.name) for alias in node.names}
     return {name for name in found if name.split(".")[0] == "softcell"}
 
 
@@ -139,6 +138,14 @@ def test_every_import_points_to_a_lower_layer() -> None:
 def test_every_folder_has_its_place_in_the_order() -> None:
     known = set().union(*ORDER) | GROUND | {"testing", "__main__", None}
     assert {layer_of(module_of(path)) for path in files()} <= known
+
+
+def test_private_modules_are_imported_by_their_own_package_only() -> None:
+    """A module is private if its name begins with an underscore."""
+    packages = {module_of(path): path.parent for path in files()}
+    private = {module_of(path): path.parent for path in files() if path.stem.startswith("_") and path.stem[1] != "_"}
+    assert len(private) > 10
+    assert not [f"{a} imports {b}" for a, b in arrows() if b in private and packages[a] != private[b]]
 
 
 SHARED = {"__init__", "base", "parts", "registry"}
@@ -218,7 +225,7 @@ def later():
         "softcell.nn.conv",
         "softcell.data",
         "softcell.arch",
-        "softcell.methods",
+        "softcell.methods.base",
         "softcell.search.steps",
         "softcell.engine.loop",
     }

@@ -103,9 +103,9 @@ def trusting(agreed: bool = True) -> Iterator[None]:
         _scope.reset(token)
 
 
-def trust(path: str | Path, kind: Kind = "plugin") -> Content:
-    """Trusts a file that the user named, now and later; returns its content."""
-    content = read(path, kind)
+def trust(path: str | Path) -> Content:
+    """Trusts a plugin that the user named, now and later; returns its content."""
+    content = read(path, "plugin")
     if not _is_known(content):
         _agree(content)
     return content

@@ -50,3 +50,18 @@ def test_issue_templates_are_valid_forms() -> None:
         assert {"name", "description", "body"} <= set(form), path.name
         asked = [part for part in form["body"] if part["type"] != "markdown"]
         assert asked and all(part["id"] and part["attributes"]["label"] for part in asked), path.name
+
+
+def test_make_targets_that_the_documents_name_exist() -> None:
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    for page in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")):
+        named = set(re.findall(r"(?:`|\$ |&& )make ([a-z]+)", page.read_text(encoding="utf-8")))
+        assert named <= targets, f"{page.name}: {named - targets}"
+
+
+def test_the_release_checklist_and_the_changelog_exist() -> None:
+    checklist = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").partition("\n## Release checklist\n")[2]
+    steps = re.findall(r"^\d+\. ", checklist, re.MULTILINE)
+    assert len(steps) >= 5 and "make test" in checklist and "CHANGELOG.md" in checklist
+    versions = re.findall(r"^## (.+)$", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert all(re.fullmatch(r"\d+\.\d+\.\d+ \((unreleased|\d{4}-\d{2}-\d{2})\)", version) for version in versions)

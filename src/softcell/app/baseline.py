@@ -96,7 +96,7 @@ def random_baseline(
             result = jobs.train(
                 genotype,
                 recipe=recipe,
-                out=folder,
+                folder=folder,
                 resume=resume and jobs.has_run(folder),
                 overwrite=overwrite,
                 on_event=on_event,

@@ -22,14 +22,13 @@ from softcell.arch import Genotype, Layout, Table
 from softcell.engine.distributed import is_main_process
 from softcell.engine.interleave import drain
 from softcell.engine.lock import locked
-from softcell.engine.runfolder import MANIFEST, output_folder
+from softcell.engine.runfolder import MANIFEST
 from softcell.engine.session import join_processes
 from softcell.engine.task import EpochEnded, Event, OnEvent, Started, Stepped
 from softcell.evaluate import TrainRecipe, TrainResult
 from softcell.evaluate.train import finished_training, train_steps
 from softcell.files import atomic_write_text, read_json_lines
 from softcell.methods import METHODS, Method, UntrainedSampler
-from softcell.recipes import resumed_folder
 from softcell.search import SearchRecipe, SearchResult
 from softcell.search.run import finished_search, search_steps
 from softcell.settings import build
@@ -44,29 +43,27 @@ def has_run(folder: Path) -> bool:
 
 def search(
     recipe: SearchRecipe,
-    out: str | Path | None = None,
+    folder: Path,
     *,
     resume: bool = False,
     overwrite: bool = False,
     on_event: OnEvent | None = None,
 ) -> SearchResult:
-    """Searches, or returns the result if `resume` finds a finished search in `out`."""
+    """Searches, or returns the result if `resume` finds a finished search in `folder`."""
     # A finished run is only read: it needs neither its lock nor the other processes.
-    if resume and (done := finished_search(resumed_folder(out), recipe)) is not None:
+    if resume and (done := finished_search(folder, recipe)) is not None:
         draw_search(done)
         return done
-    with join_processes(recipe.device, recipe.deterministic) as world:
-        folder = output_folder(out, world, recipe.method, recipe.space, recipe.data)
-        with locked(folder, world):
-            result = drain(search_steps(recipe, folder, resume=resume, overwrite=overwrite, on_event=on_event))
-            draw_search(result, again=True)
-        return result
+    with join_processes(recipe.device, recipe.deterministic) as world, locked(folder, world):
+        result = drain(search_steps(recipe, folder, resume=resume, overwrite=overwrite, on_event=on_event))
+        draw_search(result, again=True)
+    return result
 
 
 def train(
     genotype: Genotype,
     recipe: TrainRecipe,
-    out: str | Path | None = None,
+    folder: Path,
     *,
     resume: bool = False,
     overwrite: bool = False,
@@ -74,31 +71,29 @@ def train(
     startup: float = 0.0,
     later: Callable[[], float] | None = None,
 ) -> TrainResult:
-    """Trains, or returns the result if `resume` finds a finished training run in `out`.
+    """Trains, or returns the result if `resume` finds a finished training run in `folder`.
 
     startup: up to this many seconds before the first step are not part of the recipe's time. later: how many seconds
     later than planned the training may end, asked between steps.
     """
-    if resume and (done := finished_training(resumed_folder(out), genotype, recipe)) is not None:
+    if resume and (done := finished_training(folder, genotype, recipe)) is not None:
         draw_training(done)
         return done
-    with join_processes(recipe.device, recipe.deterministic) as world:
-        folder = output_folder(out, world, "train", genotype.space, recipe.data)
-        with locked(folder, world):
-            result = drain(
-                train_steps(
-                    genotype,
-                    recipe,
-                    folder,
-                    resume=resume,
-                    overwrite=overwrite,
-                    on_event=on_event,
-                    startup=startup,
-                    later=later,
-                )
+    with join_processes(recipe.device, recipe.deterministic) as world, locked(folder, world):
+        result = drain(
+            train_steps(
+                genotype,
+                recipe,
+                folder,
+                resume=resume,
+                overwrite=overwrite,
+                on_event=on_event,
+                startup=startup,
+                later=later,
             )
-            draw_training(result, again=True)
-        return result
+        )
+        draw_training(result, again=True)
+    return result
 
 
 CELLS = "genotype.svg"

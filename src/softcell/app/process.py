@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+
+from softcell.errors import UserError
+from softcell.files import atomic_write_text, read_json
 
 NOTICE_AFTER = 2.0
 """Seconds without output before a person in a terminal would wonder."""
@@ -69,7 +73,8 @@ def notice_when_slow(what: str) -> Iterator[None]:
         timer.cancel()
 
 
-# PyTorch raises a plain RuntimeError, so its words are the only sign.
+# `torch.OutOfMemoryError` is raised for accelerators only. On the CPU PyTorch raises a plain RuntimeError (as of 2.13),
+# so the words of its allocators are the only sign.
 _OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "Cannot allocate memory")
 _REDUCE = (
     "reduce --batch-size, --image-size, or the size of the network (--channels and --cells, or --set space.channels=N)"
@@ -95,3 +100,28 @@ def explain_failure(error: BaseException) -> str | None:
                 "processes with the same command."
             )
     return None
+
+
+ERROR_FILE = "SOFTCELL_ERROR_FILE"
+"""The variable with which a program that starts a command, such as a sweep, asks for its error as a file."""
+
+
+def record_error(text: str) -> None:
+    """Writes the error that ends this command to the file that its caller asked for, if it did."""
+    if os.environ.get(ERROR_FILE):
+        with suppress(UserError, OSError):  # a full disk must not hide the error itself
+            write_error(Path(os.environ[ERROR_FILE]), text)
+
+
+def write_error(file: Path, text: str) -> None:
+    """Stores an error for `read_error`, in one step."""
+    atomic_write_text(file, json.dumps({"error": text}) + "\n")
+
+
+def read_error(file: Path) -> str | None:
+    """The error that a command wrote; None if it did not write one, as after a crash of the interpreter."""
+    try:
+        found = read_json(file)
+    except (OSError, UserError):
+        return None
+    return str(found["error"]) if isinstance(found, dict) and "error" in found else None

@@ -257,7 +257,7 @@ def _scan_some_classes(part: Scan, taken: Sequence[int]) -> Scan:
     return replace(kept, classes=tuple(part.classes[number] for number in taken), labels=numbers.numpy())
 
 
-def load_unlabelled(root: Path, image_size: int | None, memory_limit: int = MEMORY_LIMIT) -> Dataset:
+def load_unlabelled(root: Path, image_size: int | None) -> Dataset:
     """All images below `root`, at any depth, without labels; only those below train/ if that has class folders.
 
     Sizes and colours are chosen as for a folder with classes. There is one class, and no test set.
@@ -277,5 +277,5 @@ def load_unlabelled(root: Path, image_size: int | None, memory_limit: int = MEMO
             f"{len(names)}"
         )
     part = Scan(top, ("image",), tuple(names), np.zeros(len(names), np.int64))
-    found = _of_one_size(root.name, part, None, image_size, memory_limit)
+    found = _of_one_size(root.name, part, None, image_size, MEMORY_LIMIT)
     return replace(found, source=f"{len(names)} images below {root.name}, without labels; {found.source}")

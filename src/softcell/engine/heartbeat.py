@@ -16,6 +16,7 @@ import uuid
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
+from typing import NamedTuple
 
 import torch.distributed as dist
 
@@ -32,7 +33,7 @@ GRACE = 5.0
 EXIT_CODE = 2
 UNREACHABLE = "cannot be reached"
 
-# PyTorch raises a plain RuntimeError, so its words are the only sign.
+# Gloo has no exception type of its own: its collectives raise a plain RuntimeError, so their words are the only sign.
 _SIGNS = ("gloo/transport", "Connection closed by peer", "Connection reset by peer", "NCCL", "ProcessGroup")
 
 
@@ -41,6 +42,14 @@ def is_lost_connection(error: BaseException) -> bool:
     text = str(error)
     is_sign = isinstance(error, RuntimeError) and any(sign in text for sign in _SIGNS)
     return isinstance(error, dist.DistError) or is_sign
+
+
+class _Gone(NamedTuple):
+    """rank: None for the agent of torchrun. is_certain: another rank cannot be the cause."""
+
+    rank: int | None
+    what: str
+    is_certain: bool = True
 
 
 class Heartbeat:
@@ -91,8 +100,8 @@ class Heartbeat:
                 self._read_left(rank)
             found = self._gone()
             # A process that is killed closes its connections first, the store's too, and has ended a moment later.
-            if found is not None and (found[1] != UNREACHABLE or time.monotonic() > began + GRACE / 2):
-                return self._report(*found)
+            if found is not None and (found.is_certain or time.monotonic() > began + GRACE / 2):
+                return self._report(found.rank, found.what)
             time.sleep(0.05)
         return self._report(None, f"another process of this run {UNREACHABLE}")
 
@@ -135,15 +144,16 @@ class Heartbeat:
             seen = beats
             found = self._gone(silent, unheard)
             if found is not None and not self._stopped.wait(GRACE):
-                lost = self._report(*(self._gone(silent, unheard) or found))
+                found = self._gone(silent, unheard) or found
+                lost = self._report(found.rank, found.what)
                 if not lost.is_reported:
                     prefix = "" if self._world.is_main else f"rank {self._world.rank}: "
                     print(f"error: {prefix}{lost}", file=sys.stderr, flush=True)
                 # `sys.exit` would end this thread only, and the main thread may wait in a collective forever.
                 os._exit(EXIT_CODE)
 
-    def _gone(self, silent: list[float] | None = None, unheard: float = 0.0) -> tuple[int | None, str] | None:
-        """A rank that is gone (None: the agent of torchrun), and what happened; None while all seem to live."""
+    def _gone(self, silent: list[float] | None = None, unheard: float = 0.0) -> _Gone | None:
+        """A rank that is gone, or the agent of torchrun; None while all seem to live."""
         silence = f"has not responded for {PATIENCE:.0f} s; it hangs, or its machine or network is down"
         self._is_store_gone |= unheard >= PATIENCE
         for rank in self._others:
@@ -154,17 +164,17 @@ class Heartbeat:
             if (is_dead or is_silent) and not self._is_store_gone:
                 self._read_left(rank)  # it may have left since the last exchange
             if self._left.get(rank):
-                return rank, f"failed: {self._left[rank].rstrip('.')}"
+                return _Gone(rank, f"failed: {self._left[rank].rstrip('.')}")
             if rank not in self._left and is_dead:
-                return rank, "was killed or crashed"
+                return _Gone(rank, "was killed or crashed")
             if rank not in self._left and is_silent:
-                return rank, silence
+                return _Gone(rank, silence)
         # Rank 0 may host the store, so once it has left, a missing store is no fault.
         if self._is_store_gone and 0 not in self._left:
             what = silence if unheard >= PATIENCE else UNREACHABLE
             if distributed.has_agent_store():
-                return None, f"torchrun on {os.environ['MASTER_ADDR']} {what}"
-            return 0, what
+                return _Gone(None, f"torchrun on {os.environ['MASTER_ADDR']} {what}")
+            return _Gone(0, what, is_certain=unheard >= PATIENCE)
         return None
 
     def _report(self, rank: int | None, what: str) -> LostRankError:

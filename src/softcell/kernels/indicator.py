@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from softcell.kernels.backend import by_twin, padded, runs_triton, shared_memory, triton_kernels
-from softcell.kernels.product import product
+from softcell.kernels.mix import product
 
 LARGEST = 2**15
 """Bytes of a map, its sides rounded up to powers of two, that one program's registers hold."""

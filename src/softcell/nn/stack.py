@@ -27,7 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from softcell.kernels.product import product
+from softcell.kernels.mix import product
 from softcell.kernels.shared import shares_norms
 from softcell.nn.attention import Attention, AttentionBlock, LocalAttention, NonLocalAttention
 from softcell.nn.conv import ReLUConvBN

@@ -174,13 +174,13 @@ def compute(
     return Indicators(result, baseline)
 
 
-def attention(found: Restored, epochs: int, notify: Notify, selector: str = "itnas") -> Tables:
+def attention(found: Restored, epochs: int, notify: Notify) -> Tables:
     """The rows of the indicator token, from the passes of a selection: those of the search where it has finished."""
     supernet, method = found.supernet, found.method
     if method.selection is not None and found.is_finished:
         return _host(method.probabilities())
     if method.selection is None:
-        supernet, method = trained_selector(found, epochs, notify, selector)
+        supernet, method = trained_selector(found, epochs, notify, "itnas")
     supernet.eval()
     images = found.feeds().plain(found.dataset.train, found.parts["validation"])
     assert method.selection is not None

@@ -160,27 +160,33 @@ class SearchTask:
         if not self._compiled_ahead:
             self._compiled_ahead = True
             compile_ahead(self, batch)
-        planner = self.method.planner
-        plan = None if planner is None else planner.draw(self._number)
-        self._number += 1
-        if isinstance(self._run, CapturedStep) and plan is None:
-            plan = self._plans.next()
-        with nullcontext() if planner is None else planner.following(plan):
+        with self._planned() as plan:
             if isinstance(self._run, CapturedStep):
                 # A step without an architecture update is another computation, and needs its own graph.
                 self._run(*batch, key=("weights", plan) if self._weights_only else plan)
             else:
                 self._run(*batch)
+        self._number += 1
+
+    @contextmanager
+    def _planned(self) -> Iterator[Plan | None]:
+        """Within this context the method follows the plan of the next step; None where it needs none."""
+        planner = self.method.planner
+        if planner is None:
+            yield None
+            return
+        plan = planner.draw(self._number)
+        if isinstance(self._run, CapturedStep) and plan is None:
+            plan = self._plans.next()
+        with planner.following(plan):
+            yield plan
 
     def rehearse(self, batch: Draft) -> None:
         """The computations of a step and of a validation pass; `softcell.search.dry_pass` undoes what they change."""
-        planner, weights_only, plans = self.method.planner, self._weights_only, self._plans.state_dict()
-        plan = None if planner is None else planner.draw(self._number)
+        weights_only, plans = self._weights_only, self._plans.state_dict()
         learn = in_precision(self._learn, self.recipe.precision, self.world.device)
         try:
-            if isinstance(self._run, CapturedStep) and plan is None:
-                plan = self._plans.next()
-            with nullcontext() if planner is None else planner.following(plan):
+            with self._planned():
                 # If only the weights learn in the first epochs, the architecture will learn later.
                 for alone in {False, weights_only}:
                     self._weights_only = alone

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
+from softcell.app.cli import search as search_command
 from softcell.app.cli.search import _training_data
 from softcell.engine import loop
 from softcell.engine.task import Event, Finished
@@ -240,3 +241,12 @@ def test_the_suggested_training_after_a_search_without_labels(call: Softcell, tm
     for folder in ("sorted", "split"):
         own = resolve({"objective": "context", "data": folder, "data_root": str(tmp_path)})
         assert _training_data(own) == (), "taken over from the search"
+
+
+def test_processes_that_torchrun_starts_again_resume_their_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(search_command, "restarted_folder", lambda: tmp_path)
+    assert search_command.resumed("search", "darts", None, False, True) == ("darts", tmp_path, True, False)
+    kept = ("darts", None, False, True)  # several seeds choose their folders themselves
+    assert search_command.resumed("search", *kept, restarts=False) == kept
+    named = search_command.resumed("train", "runs/x", None, True, False, restarts=False)
+    assert named == (None, Path("runs/x"), True, False)

@@ -21,9 +21,10 @@ import pytest
 import softcell
 from softcell.app.cli import report
 from softcell.app.cli.main import run as run_command
+from softcell.app.process import write_error
 from softcell.app.sweep import Job, Outcome, Plan, jobs_of, launch, read_plan, run_sweep
 from softcell.app.sweep.launch import Queue, Ray, _Submitted, has_accounting, make_launcher
-from softcell.app.sweep.local import LOG, Local, SharedProcess, commands, last_error
+from softcell.app.sweep.local import ERROR, LOG, Local, SharedProcess, commands, last_error
 from softcell.arch import Genotype, sample
 from softcell.engine import RunFolder, new_manifest
 from softcell.engine.lock import LOCK, announce
@@ -153,7 +154,7 @@ class Fake:
             self.after()
             if self.script.get(job.name, 0) > 0:
                 self.script[job.name] -= 1
-                (job.folder / LOG).write_text("$ softcell search\nhm\nerror: it broke\nended with exit code 2\n")
+                write_error(job.folder / ERROR, "it broke")
                 return 2
             for run in job.runs():
                 pretend(run)
@@ -175,7 +176,7 @@ def test_failed_jobs_are_retried_and_listed_with_their_last_error(tmp_path: Path
     assert fake.submitted.count("job1") == 3
     assert {job.name for job in outcome.finished} == {"job0", "job2"}
     (job, attempts, error) = outcome.failed["job1"]
-    assert (job.name, attempts, error) == ("job1", 3, "error: it broke")
+    assert (job.name, attempts, error) == ("job1", 3, "it broke")
     assert notified.count(("retry", "job1")) == 2 and ("failed", "job1") in notified
 
 
@@ -324,10 +325,25 @@ def test_a_job_is_never_run_twice_at_a_time(tmp_path: Path) -> None:
     assert not (job.folder / "search").exists()
 
 
-def test_the_last_error_is_read_from_the_log(tmp_path: Path) -> None:
-    assert last_error(tmp_path) == "no log was written"
-    (tmp_path / LOG).write_text("error: old\n$ softcell search\nValueError: new\nended with exit code 1\n")
-    assert last_error(tmp_path) == "ValueError: new; ended with exit code 1"
+def test_a_job_gives_its_error_as_data(tmp_path: Path) -> None:
+    """The last line of a log may be of any library; the error is what the command raised."""
+    job = Job(tmp_path / "job", {**TINY, "method": "darts", "space": "nb201", "epochs": -3}, None, 0)
+    outcome = run_sweep([job], Local(1), retries=0, poll=0.02)
+    stored = json.loads((job.folder / ERROR).read_text())["error"]
+    assert "epochs" in stored and "-3" in stored and outcome.failed["job"][2] == stored
+
+
+def test_an_error_of_an_earlier_attempt_is_not_shown(tmp_path: Path) -> None:
+    class Crashing(Fake):
+        def submit(self, job: Job) -> Any:
+            assert not (job.folder / ERROR).exists()
+            return SimpleNamespace(done=lambda: True, result=lambda: 139, stop=lambda: None)
+
+    (job,) = jobs(tmp_path, 1)
+    job.write()
+    write_error(job.folder / ERROR, "an old error")
+    outcome = run_sweep([job], Crashing(), retries=0, poll=0)
+    assert outcome.failed["job0"][2] == "ended with exit code 139 and without an error message"
 
 
 def test_jobs_on_this_machine_share_its_cores_and_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -426,7 +442,7 @@ def test_a_shared_process_reports_failures_and_saves_on_a_signal(tmp_path: Path)
     job.write()
     process.submit(job.folder)
     wait(lambda: process.code_of(tmp_path / "wrong") is not None)
-    assert process.code_of(tmp_path / "wrong") == 2 and "search.json" in last_error(tmp_path / "wrong")
+    assert process.code_of(tmp_path / "wrong") == 2 and "search.json" in last_error(tmp_path / "wrong", 2)
     wait((job.folder / "search" / "metrics.jsonl").exists)
     process.stop(now=False)
     wait(lambda: process.code_of(job.folder) is not None)
@@ -692,7 +708,7 @@ def test_ray_runs_a_job_on_this_machine(tmp_path: Path, monkeypatch: pytest.Monk
     (job,) = jobs_of(read_plan(plan(tmp_path)), tmp_path / "out")
     launcher = make_launcher("ray", tmp_path / "out", None, {"num_cpus": 1})
     try:
-        assert run_sweep([job], launcher, poll=0.05).finished == [job], last_error(job.folder)
+        assert run_sweep([job], launcher, poll=0.05).finished == [job], last_error(job.folder, 1)
     finally:
         ray.shutdown()
 

@@ -20,7 +20,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 import softcell
-from softcell.app.process import enter, explain_failure, notice_when_slow
+from softcell.app.process import enter, explain_failure, notice_when_slow, record_error
 from softcell.errors import LostRankError, UserError
 from softcell.machine import num_processes
 from softcell.trust import asking
@@ -216,7 +216,12 @@ def main(arguments: list[str] | None = None) -> None:
     warnings.showwarning = lambda *given, **named: _show_warning(show, *given, **named)
     # At its end the interpreter searches all objects for cycles, torch's included, which takes most of a second.
     atexit.register(gc.freeze)
-    sys.exit(run(sys.argv[1:] if arguments is None else arguments))
+    try:
+        code = run(sys.argv[1:] if arguments is None else arguments)
+    except Exception as error:
+        record_error(" ".join(f"{type(error).__name__}: {error}".split()))
+        raise
+    sys.exit(code)
 
 
 def _show_warning(
@@ -282,5 +287,7 @@ def _fail(text: str) -> int:
     """Prints an error on one line, with the rank under torchrun."""
     rank = os.environ.get("RANK")
     where = f"rank {rank}: " if rank not in (None, "0") else ""
-    print(f"error: {where}{' '.join(text.split())}", file=sys.stderr)
+    text = f"{where}{' '.join(text.split())}"
+    record_error(text)
+    print(f"error: {text}", file=sys.stderr)
     return USAGE

@@ -144,11 +144,7 @@ def search(
 ) -> int:
     """Search for an architecture. Without arguments: DARTS cells on handwritten digits."""
     track = o.trackers(locals())
-    # torchrun has started all processes again with the same command: they resume what the first attempt began.
-    if (begun := restarted_folder()) is not None and seeds is None:
-        out, resume, overwrite = begun, True, False
-    if resume:
-        out, method = resumed_folder("search", method, out)
+    method, out, resume, overwrite = resumed("search", method, out, resume, overwrite, restarts=seeds is None)
     given = o.settings(
         locals(),
         method=method,
@@ -289,13 +285,22 @@ def check_at_once(at_once: int | None) -> None:
         raise UserError(f"--at-once must be at least 1, but is {at_once}; leave it out to use the device's default")
 
 
-def resumed_folder(kind: str, first: str | None, out: Path | None) -> tuple[Path, str | None]:
-    """The folder to resume, and the first argument unless that names the folder."""
-    if out is not None:
-        return out, first
+def resumed(
+    kind: str, first: str | None, out: Path | None, resume: bool, overwrite: bool, *, restarts: bool = True
+) -> tuple[str | None, Path | None, bool, bool]:
+    """`first`, `out`, `resume` and `overwrite` of a command once it is known which folder is resumed, if any.
+
+    The folder is `--out` or the first argument. restarts: if torchrun has started all processes again with the same
+    command, they resume what the first attempt began.
+    """
+    begun = restarted_folder() if restarts else None
+    if begun is not None:
+        return first, begun, True, False
+    if not resume or out is not None:
+        return first, out, resume, overwrite
     # A path without a folder is a mistake in the path, not the name of a method.
     if first is not None and (Path(first).is_dir() or "/" in first):
-        return Path(first), None
+        return None, Path(first), resume, overwrite
     waiting = unfinished(kind)
     hint = (
         f"unfinished: {', '.join(shlex.quote(str(path)) for path in waiting)}"

@@ -25,13 +25,12 @@ from softcell.app.baseline import (
 from softcell.app.cli import options as o
 from softcell.app.cli import output
 from softcell.app.cli.output import command, console, print_fields
-from softcell.app.cli.search import check_at_once, resumed_folder
+from softcell.app.cli.search import check_at_once, resumed
 from softcell.app.process import explain_failure
 from softcell.app.progress import Display, listener_beside, seed_listeners
 from softcell.app.report.trackers import Tracking
 from softcell.arch import Genotype
 from softcell.engine import RunFolder
-from softcell.engine.distributed import restarted_folder
 from softcell.engine.runfolder import SEEDS, output_folder
 from softcell.engine.session import join_processes
 from softcell.errors import UserError
@@ -136,11 +135,7 @@ def train(
 ) -> int:
     """Train the network of an architecture from scratch and test it once, at the end."""
     track = o.trackers(locals())
-    # torchrun has started all processes again with the same command: they resume what the first attempt began.
-    if (begun := restarted_folder()) is not None and seeds is None:
-        out, resume, overwrite = begun, True, False
-    if resume:
-        out, genotype = resumed_folder("train", genotype, out)
+    genotype, out, resume, overwrite = resumed("train", genotype, out, resume, overwrite, restarts=seeds is None)
     seconds = None if time is None else parse_time(time)
     given = o.settings(locals(), recipe=recipe, task=task, cells=cells, channels=channels, init=from_, time=seconds)
     if seeds is not None or (resume and out is not None and (out / SEEDS).is_file()):
@@ -409,10 +404,7 @@ def teacher(
     quiet: o.Quiet = False,
 ) -> int:
     """Train a network of fixed architecture to guide searches (`softcell search --guide DIR`)."""
-    if (begun := restarted_folder()) is not None:
-        out, resume, overwrite = begun, True, False
-    if resume:
-        out, name = resumed_folder("teacher", name, out)
+    name, out, resume, overwrite = resumed("teacher", name, out, resume, overwrite)
     given = o.settings(locals(), recipe=recipe)
     resuming = out is not None and resume
     full = stored_teacher(str(out), given) if resuming else resolve_teacher(name or "pyramidnet", given)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from softcell.app.sweep.local import Handle, Launcher, Local, last_error, run_job
+from softcell.app.sweep.local import ERROR, Handle, Launcher, Local, last_error, run_job
 from softcell.app.sweep.plan import Job
 from softcell.errors import UserError
 
@@ -95,7 +95,7 @@ def run_sweep(
                     finished.append(job)
                     notify("done", job, "")
                 else:
-                    fail(job, last_error(job.folder) if code else "ended without finishing its runs")
+                    fail(job, last_error(job.folder, code) if code else "ended without finishing its runs")
 
     def fail(job: Job, error: str) -> None:
         if attempts[job.name] <= retries:
@@ -112,6 +112,7 @@ def run_sweep(
                 is_first = not any(attempts.values())
                 attempts[job.name] += 1
                 job.write()
+                (job.folder / ERROR).unlink(missing_ok=True)
                 try:
                     running[job.name] = (job, launcher.submit(job))
                     notify("start", job, "")

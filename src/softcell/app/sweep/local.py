@@ -25,7 +25,7 @@ from typing import IO, Any, Protocol
 import torch
 
 from softcell.app.jobs import draw_search, has_run
-from softcell.app.process import explain_failure
+from softcell.app.process import ERROR_FILE, explain_failure, read_error, write_error
 from softcell.app.sweep.plan import Job, is_finished
 from softcell.engine import resolve_device
 from softcell.engine.capture import MAX_SHARING_RUNS
@@ -38,6 +38,8 @@ from softcell.recipes import search_recipe
 from softcell.search.run import search_steps
 
 LOG = "log.txt"
+ERROR = "error.json"
+"""The error of a job's last attempt, written by the command that failed."""
 BUSY = 75  # as in sysexits.h: try again later
 
 
@@ -90,7 +92,8 @@ class Work:
 
     def __init__(self, folder: str | Path, random: int, environment: Mapping[str, str] | None = None) -> None:
         self._folder, self._random = Path(folder), random
-        self._environment = {**os.environ, **(environment or {})}
+        error_file = {ERROR_FILE: str(self._folder / ERROR)}
+        self._environment = {**os.environ, **(environment or {}), **error_file}
         self._process: subprocess.Popen[bytes] | None = None
         self._stopped = False
         self._lock = threading.Lock()
@@ -99,8 +102,9 @@ class Work:
         """The exit code of the first command that fails, else 0; all output goes to the job's log."""
         with open(self._folder / LOG, "ab") as log, open(open_lock(self._folder / LOCK), "r+b") as lock:
             if not take(lock.fileno(), self._folder / LOCK):
-                who = holder(self._folder / LOCK)
-                log.write(f"error: this job is in use by {who}; wait until that ends, or stop it\n".encode())
+                reason = f"this job is in use by {holder(self._folder / LOCK)}; wait until that ends, or stop it"
+                log.write(f"error: {reason}\n".encode())
+                write_error(self._folder / ERROR, reason)
                 return BUSY
             try:
                 for words in commands(self._folder, self._random):
@@ -113,8 +117,9 @@ class Work:
             except KeyboardInterrupt:  # a cluster cancels a task this way
                 self.stop()
                 return 130
-            except Exception:
+            except Exception as error:
                 log.write(traceback.format_exc().encode())
+                write_error(self._folder / ERROR, f"{type(error).__name__}: {error}")
                 return 1
         return 0
 
@@ -156,19 +161,9 @@ def run_job(folder: str, random: int, environment: Mapping[str, str] | None = No
     return Work(folder, random, environment).run()
 
 
-def last_error(folder: Path) -> str:
-    """The last error in a job's log."""
-    try:
-        with open(folder / LOG, "rb") as log:
-            log.seek(0, os.SEEK_END)
-            log.seek(max(0, log.tell() - 20_000))
-            lines = [line.strip() for line in log.read().decode("utf-8", "replace").splitlines() if line.strip()]
-    except OSError:
-        return "no log was written"
-    begun = max((i for i, line in enumerate(lines) if line.startswith("$ softcell")), default=-1)
-    output = lines[begun + 1 :]  # of the last command
-    errors = [line for line in output if line.startswith("error:")]
-    return errors[-1] if errors else "; ".join(output[-2:]) or "no output"
+def last_error(folder: Path, code: int) -> str:
+    """Why a job's last attempt ended with exit code `code`."""
+    return read_error(folder / ERROR) or f"ended with exit code {code} and without an error message"
 
 
 class Local:
@@ -422,6 +417,7 @@ def serve(requests: int, answers: IO[str]) -> None:
                     code = 1 if reason is None else 2
                     _log(folder, "".join(traceback.format_exception(result)) if reason is None else f"error: {reason}")
                     _log(folder, f"ended with exit code {code}")
+                    write_error(folder / ERROR, reason or f"{type(result).__name__}: {result}")
                 print(json.dumps([str(folder), code]), file=answers, flush=True)
             if interrupt.signal and not len(runs):
                 return
