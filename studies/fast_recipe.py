@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch.nn.functional import adaptive_avg_pool2d
 
-from softcell.app.baseline import RESIDUAL
+from softcell.app.pipeline._plain import RESIDUAL
 from softcell.arch import notation
 from softcell.data import load
 from softcell.evaluate import resolve, train

@@ -90,8 +90,8 @@ def test_default_times_match_the_records() -> None:
     rows = json.loads((scaling.RECORDS / "methods-h200-2026-11-16.json").read_text())["rows"]
     (ms,) = [row["ways"]["recorded bf16"]["ms"] for row in rows if (row["method"], row["space"]) == ("snas", "darts")]
     assert recorded_ms("snas", "darts") == (ms, "methods-h200-2026-11-16.json")
-    steps = json.loads((scaling.RECORDS / "derived-h200-2026-11-18-fifth.json").read_text())["steps"]
-    assert recorded_ms(*scaling.TRAINING) == (steps[0]["ms"], "derived-h200-2026-11-18-fifth.json")
+    steps = json.loads((scaling.RECORDS / "derived-h200-2026-11-19.json").read_text())["steps"]
+    assert recorded_ms(*scaling.TRAINING) == (steps[0]["ms"], "derived-h200-2026-11-19.json")
     assert steps[0]["way"] == "fused" and "setting" not in steps[0], "the settings that are used"
     assert all(recorded_ms(*step) for step in scaling.STEPS)
     assert recorded_ms("nos", "nos") is None

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from softcell.app.baseline import plain_cell
 from softcell.app.pipeline import Plan, RunRequest
 from softcell.app.pipeline import _competition as competition
 from softcell.app.pipeline import _run as module
 from softcell.app.pipeline._choose import Choice, first_choice
 from softcell.app.pipeline._competition import LONGER
 from softcell.app.pipeline._inspect import Inspection
+from softcell.app.pipeline._plain import plain_cell
 from softcell.app.pipeline._plan import Candidate
 from softcell.app.pipeline._summary import Result
 from softcell.evaluate.recipe import LONG_EPOCHS, MANY_IMAGES

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from softcell.app.baseline import plain_cell, plain_networks
 from softcell.app.cli.main import run as softcell
 from softcell.app.pipeline import Plan, RunRequest, parse_time
 from softcell.app.pipeline._choose import (
@@ -26,6 +25,7 @@ from softcell.app.pipeline._choose import (
 )
 from softcell.app.pipeline._competition import sized
 from softcell.app.pipeline._inspect import Inspection, inspect_dataset
+from softcell.app.pipeline._plain import plain_cell, plain_networks
 from softcell.app.pipeline._plan import FINAL_SHARE, MOST_RESERVED, NEEDED, ONNX, SAFE, Candidate, Load, RunTime
 from softcell.arch import sample
 from softcell.data import load

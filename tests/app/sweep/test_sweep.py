@@ -7,6 +7,7 @@ import os
 import re
 import secrets
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -24,9 +25,12 @@ from softcell.app.cli.main import run as run_command
 from softcell.app.process import write_error
 from softcell.app.sweep import Job, Outcome, Plan, jobs_of, launch, read_plan, run_sweep
 from softcell.app.sweep.launch import Queue, Ray, _Submitted, has_accounting, make_launcher
-from softcell.app.sweep.local import ERROR, LOG, Local, SharedProcess, commands, last_error
+from softcell.app.sweep.local import Local, commands, last_error
+from softcell.app.sweep.plan import ERROR, LOG
+from softcell.app.sweep.shared import SharedProcess, _steps_of, trains_shared
 from softcell.arch import Genotype, sample
 from softcell.engine import RunFolder, new_manifest
+from softcell.engine.interleave import drain
 from softcell.engine.lock import LOCK, announce
 from softcell.errors import UserError
 from softcell.spaces import build_space
@@ -354,33 +358,63 @@ def test_jobs_on_this_machine_share_its_cores_and_gpus(monkeypatch: pytest.Monke
     assert int(Local(3)._environment(0)["OMP_NUM_THREADS"]) >= 1
 
 
-def test_searches_on_one_gpu_share_a_process_and_each_equals_its_solo_run(
+def rows_of(run: Path, name: str) -> list[dict[str, Any]]:
+    """Lines of a run's file, without what is measured."""
+    return [{k: v for k, v in json.loads(line).items() if k != "seconds"} for line in (run / name).open()]
+
+
+def test_jobs_on_one_gpu_share_a_process_and_each_run_equals_its_solo_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The GPU is simulated: the searches find none and run on the CPU, still interleaved."""
-    from softcell.api import search
-    from softcell.recipes import search_recipe
+    """The GPU is simulated: the runs find none and use the CPU, still interleaved."""
+    from softcell.api import search, train
+    from softcell.app.baseline import random_baseline
+    from softcell.recipes import search_recipe, train_recipe
 
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     search_settings = {**TINY, "epochs": 2, "drop_path": 0.2}
-    file = plan(tmp_path, methods=["darts", "gdas"], seeds=[4], search=search_settings, only={"gdas": {"epochs": 1}})
-    every = jobs_of(read_plan(file), tmp_path / "out")
+    only, trained = {"gdas": {"epochs": 1}}, {"epochs": 1, "threads": 1, "space": TINY["space"]}
+    parts = {"search": search_settings, "only": only, "train": trained, "random": 1}
+    every = jobs_of(read_plan(plan(tmp_path, methods=["darts", "gdas"], seeds=[4], **parts)), tmp_path / "out")
     outcome = run_sweep(every, Local(2), retries=0, poll=0.02)
     monkeypatch.undo()
     assert {job.name for job in outcome.finished} == {job.name for job in every}, outcome.failed
     for job in every:
-        assert "in one process with other jobs" in (job.folder / LOG).read_text()
+        commands_run = [line for line in (job.folder / LOG).read_text().splitlines() if line.startswith("$")]
+        assert len(commands_run) == len(job.runs()) and all("in one process with other jobs" in c for c in commands_run)
         alone = tmp_path / "alone" / job.name
         search(recipe=search_recipe(job.search), out=alone)
         for name in ("metrics.jsonl", "architecture.jsonl"):
-            rows = [
-                [{k: v for k, v in json.loads(line).items() if k != "seconds"} for line in (run / name).open()]
-                for run in (alone, job.folder / "search")
-            ]
-            assert rows[0] == rows[1], (job.name, name)
+            assert rows_of(alone, name) == rows_of(job.folder / "search", name), (job.name, name)
         assert (alone / "genotype.json").read_text() == (job.folder / "search" / "genotype.json").read_text()
         assert (job.folder / "search" / "report.html").exists()
+        found, recipe = train_recipe(alone, job.train or {})
+        train(found, recipe=recipe, out=alone / "train")
+        if job.random:
+            random_baseline(found, recipe, alone / "train", job.random)
+        for run in job.runs()[1:]:
+            other = alone / run.relative_to(job.folder)
+            assert rows_of(other, "metrics.jsonl") == rows_of(run, "metrics.jsonl"), run
+            assert (other / "model.safetensors").read_bytes() == (run / "model.safetensors").read_bytes(), run
+        assert "random-1" in (job.folder / "train" / "report.html").read_text() or not job.random
+    first, lost = every[0].folder, every[0].runs()[-1]
+    before, kept = rows_of(lost, "metrics.jsonl"), (first / "train" / "run.json").read_bytes()
+    shutil.rmtree(lost)
+    assert drain(_steps_of(first, 1, True)) == 0
+    assert rows_of(lost, "metrics.jsonl") == before
+    assert (first / "train" / "run.json").read_bytes() == kept, "what is finished is not repeated"
+
+
+def test_which_training_runs_share_a_process_with_other_jobs(tmp_path: Path) -> None:
+    def shares(train: dict[str, Any] | None, **search: Any) -> bool:
+        return trains_shared(Job(tmp_path, search, train, 0))
+
+    assert shares({}) and shares({"device": "cuda"}) and shares({"threads": 1}, threads=1)
+    assert shares({}, plugins=["mine.py"])  # those of its search
+    assert not shares(None)
+    assert not shares({"time": 60.0})  # it would make fewer steps than alone
+    assert not shares({"device": "cpu"}) and not shares({}, threads=1) and not shares({"deterministic": True})
 
 
 def test_a_search_that_fails_in_a_shared_process_is_retried_in_a_separate_one(
@@ -437,10 +471,10 @@ def test_a_shared_process_reports_failures_and_saves_on_a_signal(tmp_path: Path)
         assert condition(), (tmp_path / "log").read_text()
 
     (tmp_path / "wrong").mkdir()
-    process.submit(tmp_path / "wrong")  # its settings are missing
+    process.submit(Job(tmp_path / "wrong", {}, None, 0))  # its settings are missing
     (job,) = jobs_of(read_plan(plan(tmp_path, search={**TINY, "epochs": 4000})), tmp_path / "out")
     job.write()
-    process.submit(job.folder)
+    process.submit(job)
     wait(lambda: process.code_of(tmp_path / "wrong") is not None)
     assert process.code_of(tmp_path / "wrong") == 2 and "search.json" in last_error(tmp_path / "wrong", 2)
     wait((job.folder / "search" / "metrics.jsonl").exists)
@@ -461,7 +495,7 @@ def test_a_shared_process_that_dies_before_it_reads_a_job_fails_that_job(tmp_pat
         process._process = SimpleNamespace(  # type: ignore[assignment]
             poll=lambda: next(polls, child.returncode), wait=child.wait, stdin=child.stdin
         )
-        process.submit(tmp_path / "job")
+        process.submit(Job(tmp_path / "job", {}, None, 0))
         assert process.code_of(tmp_path / "job") == 1
         process.close()
 

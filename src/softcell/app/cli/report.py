@@ -33,8 +33,7 @@ from softcell.app.report.runs import check_intact, find_runs, read_runs
 from softcell.app.report.theme import clean
 from softcell.app.sweep import Job, Outcome, jobs_of, read_plan, run_sweep
 from softcell.app.sweep.launch import make_launcher
-from softcell.app.sweep.local import LOG
-from softcell.app.sweep.plan import PLAN, code_of, folders_of, is_finished, plain_options
+from softcell.app.sweep.plan import LOG, PLAN, code_of, folders_of, is_finished, plain_options
 from softcell.engine.runfolder import RUNS
 from softcell.errors import UserError
 from softcell.files import atomic_write_text

@@ -15,11 +15,10 @@ from softcell.app import jobs
 from softcell.app.baseline import (
     FOUND,
     Baseline,
-    draw_random,
     missed_budget,
+    networks_to_train,
     random_baseline,
     train_with_random,
-    with_budget,
     within_budget,
 )
 from softcell.app.cli import options as o
@@ -36,7 +35,7 @@ from softcell.engine.session import join_processes
 from softcell.errors import UserError
 from softcell.evaluate import TrainRecipe
 from softcell.evaluate.teacher import resolve_teacher, stored_teacher, train_teacher
-from softcell.recipes import check_trainable, train_recipe, train_seeds_recipe
+from softcell.recipes import train_seeds_recipe
 from softcell.seeds import num_sharing
 from softcell.text import clock, count_of, parse_time, percent
 
@@ -232,19 +231,7 @@ def run_train(
 ) -> int:
     """Trains the architecture and the random ones, on a GPU at the same time, and compares them."""
     check_at_once(at_once)
-    chosen, recipe = train_recipe(genotype, given, config=config, resume_from=out if resume else None)
-    # A resumed run passed this check when it began.
-    if not resume:
-        check_trainable(chosen, recipe)
-        try:
-            chosen = with_budget(chosen, genotype, recipe)
-        except UserError:  # for example, its latency table has moved
-            if random:
-                raise
-            # Only stored for a resumed run, which may add --random and has nothing but the genotype of its folder.
-    if random and recipe.task == "retrieve":
-        raise UserError("--random compares accuracies of classifiers; train the random architectures separately")
-    others = draw_random(chosen, recipe, random) if random else []  # raises before the first training run
+    chosen, others, recipe = networks_to_train(genotype, given, config, out if resume else None, random)
     screen = console()
     missed, within = missed_budget(chosen), within_budget(chosen) if random else None
     if missed is not None:

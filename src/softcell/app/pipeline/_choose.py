@@ -11,9 +11,16 @@ from typing import Any
 import torch
 
 from softcell.app import jobs
-from softcell.app.baseline import LEAST_EPOCHS, REFERENCE, enough_epochs, epoch_seconds, plain_cell, plain_networks
 from softcell.app.jobs import JobTime, measure_job
 from softcell.app.pipeline._inspect import Inspection
+from softcell.app.pipeline._plain import (
+    LEAST_EPOCHS,
+    REFERENCE,
+    enough_epochs,
+    epoch_seconds,
+    plain_cell,
+    plain_networks,
+)
 from softcell.app.pipeline._plan import LEAST_BATCH, SAFE, Candidate, Plan, RunRequest, RunTime, TooLittleTimeError
 from softcell.app.progress import Screen
 from softcell.arch import Genotype

@@ -19,10 +19,11 @@ from dataclasses import asdict
 from typing import Any
 
 from softcell.app import jobs
-from softcell.app.baseline import LEAST_EPOCHS, WIDTHS, in_words, meets, random_others
+from softcell.app.baseline import random_others
 from softcell.app.jobs import has_run
 from softcell.app.pipeline._choose import Choice, held_out_share, train_recipe
 from softcell.app.pipeline._inspect import Inspection
+from softcell.app.pipeline._plain import LEAST_EPOCHS, WIDTHS, in_words, meets
 from softcell.app.pipeline._plan import Candidate, Kind, Plan, RunTime, TooLittleTimeError
 from softcell.app.pipeline._summary import Decision, Result, standard_error
 from softcell.app.progress import Screen

@@ -19,10 +19,10 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any, Protocol
 
-from softcell.app.baseline import LEAST_EPOCHS, epoch_seconds, plain_networks
 from softcell.app.export.model import FRONT, PLAN
 from softcell.app.pipeline._choose import Choice, plain_sizes
 from softcell.app.pipeline._inspect import Inspection
+from softcell.app.pipeline._plain import LEAST_EPOCHS, epoch_seconds, plain_networks
 from softcell.app.pipeline._plan import FINAL_SHARE, Load, Plan, RunRequest, TooLittleTimeError
 from softcell.app.pipeline._summary import Summary
 from softcell.app.progress import Screen

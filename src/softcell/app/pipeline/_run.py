@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from softcell.app import jobs
-from softcell.app.baseline import LEAST_EPOCHS
 from softcell.app.jobs import (
     JobTime,
     SearchTimeoutError,
@@ -44,6 +43,7 @@ from softcell.app.pipeline._inspect import (
     make_links,
     read_own,
 )
+from softcell.app.pipeline._plain import LEAST_EPOCHS
 from softcell.app.pipeline._plan import LINKS, Candidate, Plan, RunTime
 from softcell.app.pipeline._summary import Summary, finish, summarise
 from softcell.app.progress import Screen

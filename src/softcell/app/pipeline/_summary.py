@@ -12,9 +12,9 @@ from typing import Any, Literal
 
 import torch
 
-from softcell.app.baseline import LEAST_EPOCHS
 from softcell.app.export import export
 from softcell.app.pipeline._inspect import Inspection, OwnModel
+from softcell.app.pipeline._plain import LEAST_EPOCHS
 from softcell.app.pipeline._plan import Kind, Plan, RunTime
 from softcell.app.progress import Screen
 from softcell.app.report.page import REPORT, write_report

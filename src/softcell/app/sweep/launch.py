@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from softcell.app.sweep.local import ERROR, Handle, Launcher, Local, last_error, run_job
-from softcell.app.sweep.plan import Job
+from softcell.app.sweep.local import Handle, Launcher, Local, last_error, run_job
+from softcell.app.sweep.plan import ERROR, Job
 from softcell.errors import UserError
 
 Notify = Callable[[str, Job, str], None]

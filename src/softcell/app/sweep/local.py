@@ -1,45 +1,25 @@
-"""The jobs of a sweep on one machine: processes that run their commands, and searches that share a GPU.
-
-Two processes on one GPU wait for each other; runs in one process overlap (`softcell.engine.interleave`), and each gives
-the same result as alone. With more jobs than GPUs, a sweep therefore starts one process per GPU (`SharedProcess`) for
-all searches on it. It runs `main`: it reads folders of jobs from its standard input and answers with the exit code of
-each search, one line of JSON each.
-"""
+"""The jobs of a sweep on one machine: a process for each job, or one for all jobs on a GPU (`app.sweep.shared`)."""
 
 from __future__ import annotations
 
-import json
 import os
-import select
 import signal
 import subprocess
 import sys
 import threading
 import traceback
 from collections.abc import Callable, Mapping
-from contextlib import suppress
-from functools import partial
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 
-from softcell.app.jobs import draw_search, has_run
-from softcell.app.process import ERROR_FILE, explain_failure, read_error, write_error
-from softcell.app.sweep.plan import Job, is_finished
-from softcell.engine import resolve_device
-from softcell.engine.capture import MAX_SHARING_RUNS
-from softcell.engine.interleave import Interleaved, Running
-from softcell.engine.lock import LOCK, announce, holder, locked, open_lock, take
-from softcell.engine.session import Interrupt
-from softcell.engine.task import Event, Note
-from softcell.errors import UserError
-from softcell.recipes import search_recipe
-from softcell.search.run import search_steps
+from softcell.app.jobs import has_run
+from softcell.app.process import ERROR_FILE, read_error, write_error
+from softcell.app.sweep.plan import ERROR, LOG, Job, is_finished
+from softcell.app.sweep.shared import SharedProcess, process_settings, runs_on_gpu, trains_shared
+from softcell.engine.lock import LOCK, announce, holder, open_lock, take
 
-LOG = "log.txt"
-ERROR = "error.json"
-"""The error of a job's last attempt, written by the command that failed."""
 BUSY = 75  # as in sysexits.h: try again later
 
 
@@ -169,8 +149,8 @@ def last_error(folder: Path, code: int) -> str:
 class Local:
     """Processes on this machine, `at_once` jobs at a time; they share its cores, and its GPUs in turn.
 
-    With more jobs than GPUs, the searches on one GPU share a process (`SharedProcess`). Training runs, and jobs
-    that failed there, run in separate processes.
+    With more jobs than GPUs, the jobs on one GPU share a process (`SharedProcess`). Jobs that failed there, and
+    training runs with a time limit, run in separate processes.
     """
 
     def __init__(self, at_once: int = 1, environment: Mapping[str, str] | None = None) -> None:
@@ -191,17 +171,17 @@ class Local:
         return _Slot(handle, lambda: self._slots.insert(0, slot))
 
     def _sharing(self, job: Job, slot: int) -> SharedProcess | None:
-        """The process on the slot's GPU that is to search for a job; None if it gets a separate process."""
+        """The process on the slot's GPU that runs a job with others; None if it gets a separate process."""
         gpus, again = _gpus(), job.name in self._tried
         self._tried.add(job.name)
         assert self.at_once is not None
-        if again or not gpus or self.at_once <= len(gpus) or is_finished(job.folder / "search"):
+        if again or not gpus or self.at_once <= len(gpus) or not torch.cuda.is_available():
             return None
-        if job.search.get("device", "auto") not in ("auto", "cuda") or not torch.cuda.is_available():
+        if is_finished(job.folder / "search") and not trains_shared(job):
             return None
-        gpu = gpus[slot % len(gpus)]
-        # Searches in one process must agree on what is set for the whole process.
-        common = {key: job.search.get(key) for key in ("deterministic", "threads", "plugins")}
+        if not runs_on_gpu(job.search):
+            return None
+        gpu, common = gpus[slot % len(gpus)], process_settings(job.search)
         if gpu not in self._shared:
             environment = {**self._environment(slot), "CUDA_VISIBLE_DEVICES": gpu}
             log = job.folder.parent / f"shared-{gpu}.txt"
@@ -271,13 +251,13 @@ class _Thread:
 
 
 class _Shared:
-    """A job whose search runs in a shared process; `alone` starts its training runs afterwards."""
+    """A job in a shared process; `alone` starts the training runs that cannot share it afterwards."""
 
     def __init__(self, process: SharedProcess, job: Job, alone: Callable[[], Handle]) -> None:
         self._process, self._job, self._alone = process, job, alone
         self._code, self._asked = 1, False
         self._rest: Handle | None = None
-        process.submit(job.folder)
+        process.submit(job)
 
     def done(self) -> bool:
         if self._rest is None:
@@ -299,131 +279,3 @@ class _Shared:
         else:
             self._rest.stop()
         self._asked = True
-
-
-class SharedProcess:
-    """A process that searches for several jobs on one GPU; it starts with the first job."""
-
-    def __init__(self, environment: Mapping[str, str], log: Path) -> None:
-        self._environment, self._log = {**os.environ, **environment}, log
-        self._process: subprocess.Popen[bytes] | None = None
-        self._codes: dict[str, int] = {}
-        self._asked = 0
-
-    def submit(self, folder: Path) -> None:
-        if self._process is not None and self._asked:
-            self._process.wait()  # it is about to end
-        if self._process is None or self._process.poll() is not None:
-            self._start()
-        assert self._process is not None and self._process.stdin is not None
-        # The code of an earlier attempt.
-        self._codes.pop(str(folder), None)
-        try:
-            self._process.stdin.write(json.dumps(str(folder)).encode() + b"\n")
-            self._process.stdin.flush()
-        except BrokenPipeError:
-            # It died after `poll`: `code_of` reports that, and the job is retried in a separate process.
-            self._process.wait()
-            with suppress(BrokenPipeError):  # what was not sent is still in its buffer
-                self._process.stdin.close()
-
-    def _start(self) -> None:
-        reading, writing = os.pipe()
-        self._asked = 0
-        with open(self._log, "ab") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", f"from softcell.app.sweep.local import main; main({writing})"],
-                stdin=subprocess.PIPE,
-                stdout=log,
-                stderr=log,
-                env=self._environment,
-                start_new_session=True,  # Ctrl-C in a terminal reaches it through `stop` and only once
-                pass_fds=(writing,),
-            )
-        # Only the child may hold this end, or `_listen` would never see that the child has ended.
-        os.close(writing)
-        threading.Thread(target=self._listen, args=(reading,), daemon=True).start()
-
-    def _listen(self, reading: int) -> None:
-        with os.fdopen(reading) as answers:
-            for line in answers:
-                folder, code = json.loads(line)
-                self._codes[folder] = code
-
-    def code_of(self, folder: Path) -> int | None:
-        """The exit code of the search in `folder`; None while it runs; 1 if the process died before it ended."""
-        process = self._process
-        is_gone = process is None or process.poll() is not None  # before the codes are read: it may end in between
-        return self._codes.get(str(folder), 1 if is_gone else None)
-
-    def stop(self, now: bool) -> None:
-        """Asks all searches to save and end; with `now`, kills the process."""
-        if self._process is not None and self._process.poll() is None and (now or not self._asked):
-            self._asked += 1
-            self._process.send_signal(signal.SIGKILL if now else signal.SIGTERM)
-
-    def close(self) -> None:
-        """No job will follow: searches that still run save, and the process ends."""
-        if self._process is not None and self._process.stdin is not None:
-            self.stop(now=False)
-            self._process.stdin.close()
-            self._process.wait()
-
-
-def _search_steps_of(folder: Path) -> Running[int]:
-    """The search of the job in `folder`, started or resumed: a run that returns its exit code."""
-
-    def note(event: Event) -> None:
-        if isinstance(event, Note):
-            _log(folder, f"note: {event.text}")
-
-    search = folder / "search"
-    begun = has_run(search)
-    # The lock of the job, which `Work` holds for jobs in separate processes.
-    with locked(folder):
-        _log(folder, f"$ softcell search ({'resumed' if begun else 'new'}, in one process with other jobs)")
-        recipe = search_recipe({}, resume_from=search) if begun else search_recipe({}, config=f"{search}.json")
-        result = yield from search_steps(recipe, search, resume=begun, on_event=note)
-        if result.genotype is not None:
-            draw_search(result, again=True)
-        return result.exit_code
-
-
-def _log(folder: Path, text: str) -> None:
-    with open(folder / LOG, "a", encoding="utf-8") as log:
-        log.write(f"{text}\n")
-
-
-def serve(requests: int, answers: IO[str]) -> None:
-    """Search for the jobs whose folders arrive on the descriptor `requests`, until it is closed and all have ended."""
-    runs: Interleaved[Path] = Interleaved(resolve_device("auto"))
-    waiting, text, is_open = list[Path](), b"", True
-    with Interrupt() as interrupt:
-        while is_open or waiting or len(runs):
-            is_busy = bool(waiting or len(runs))
-            # A handled signal does not end `select`, so an idle process looks for one twice per second.
-            if is_open and select.select([requests], [], [], 0.0 if is_busy else 0.5)[0]:
-                read = os.read(requests, 65536)
-                is_open = bool(read)
-                *lines, text = (text + read).split(b"\n")
-                waiting += [Path(json.loads(line)) for line in lines]
-            while waiting and len(runs) < MAX_SHARING_RUNS:
-                folder = waiting.pop(0)
-                runs.add(folder, partial(_search_steps_of, folder))
-            for folder, result in runs.turn():
-                code = result
-                if isinstance(result, Exception):
-                    reason = str(result) if isinstance(result, UserError) else explain_failure(result)
-                    code = 1 if reason is None else 2
-                    _log(folder, "".join(traceback.format_exception(result)) if reason is None else f"error: {reason}")
-                    _log(folder, f"ended with exit code {code}")
-                    write_error(folder / ERROR, reason or f"{type(result).__name__}: {result}")
-                print(json.dumps([str(folder), code]), file=answers, flush=True)
-            if interrupt.signal and not len(runs):
-                return
-
-
-def main(answers: int) -> None:
-    """The program of a shared process: requests on standard input, answers on the descriptor `answers`."""
-    with os.fdopen(answers, "w") as stream:
-        serve(sys.stdin.fileno(), stream)

@@ -33,6 +33,9 @@ from softcell.spaces import SPACES, build_space
 from softcell.trust import Kind
 
 PLAN = "sweep.yaml"
+LOG = "log.txt"
+ERROR = "error.json"
+"""The error of a job's last attempt, written by the command that failed."""
 COMMANDS = {"slurm_python", "slurm_setup", "slurm_srun_args", "slurm_additional_parameters", "python", "runtime_env"}
 """Options of submitit and Ray that name programs or are passed on unchecked."""
 # The device does not change the result of a run: a sweep may be resumed on another machine.

@@ -6,7 +6,8 @@ import itertools
 
 import pytest
 
-from softcell.app.baseline import (
+from softcell.app.pipeline._choose import plain_sizes
+from softcell.app.pipeline._plain import (
     DEEPEST,
     ENOUGH_EPOCHS,
     GPU_FIXED,
@@ -17,7 +18,6 @@ from softcell.app.baseline import (
     plain_costs,
     plain_networks,
 )
-from softcell.app.pipeline._choose import plain_sizes
 from softcell.app.pipeline._plan import Candidate
 from softcell.errors import UserError
 from softcell.spaces import build_space
