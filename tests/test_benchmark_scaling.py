@@ -92,7 +92,7 @@ def test_default_times_match_the_records() -> None:
     assert recorded_ms("snas", "darts") == (ms, "methods-h200-2026-11-16.json")
     steps = json.loads((scaling.RECORDS / "derived-h200-2026-11-19.json").read_text())["steps"]
     assert recorded_ms(*scaling.TRAINING) == (steps[0]["ms"], "derived-h200-2026-11-19.json")
-    assert steps[0]["way"] == "fused" and "setting" not in steps[0], "the settings that are used"
+    assert (steps[0]["way"], steps[0]["setting"]) == ("fused", "rows 22 to 26"), "the default since that record"
     assert all(recorded_ms(*step) for step in scaling.STEPS)
     assert recorded_ms("nos", "nos") is None
 
