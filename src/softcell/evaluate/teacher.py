@@ -17,7 +17,7 @@ from softcell.engine.interleave import Running, drain
 from softcell.engine.lock import locked
 from softcell.engine.metrics import Measured, measure
 from softcell.engine.runfolder import failure_recorded, run_in_folder
-from softcell.engine.session import Session, session_of
+from softcell.engine.session import session_of
 from softcell.engine.task import OnEvent
 from softcell.errors import UserError
 from softcell.evaluate.recipe import TrainRecipe
@@ -148,45 +148,41 @@ def teacher_steps(
 ) -> Running[TeacherResult]:
     """`train_teacher` as a run whose steps can be interleaved with those of others (`softcell.engine.interleave`)."""
     load_plugins(recipe.plugins)
+    out = Path(out)
     with session_of(recipe) as session, locked(out, session.world):
-        recipe = replace(recipe, threads=recipe.threads or session.threads)
-        return (yield from _train(recipe, Path(out), session, resume, overwrite, on_event))
+        world, recipe = session.world, replace(recipe, threads=recipe.threads or session.threads)
+        with test_set_sealed():
+            dataset = load(recipe.data, recipe.data_root, recipe.image_size)
+            name, settings = recipe.classifier, recipe.classifier_settings
+            cost = count_classifier(name, settings, dataset.shape, dataset.num_classes)
+            network = session.place(build_classifier(name, settings, dataset.shape[0], dataset.num_classes))
+            recipe, task, feeds, parts = prepare(
+                recipe, dataset, network, session, f"teacher {name}, {settings}", on_event
+            )
 
+            def manifest() -> dict[str, Any]:
+                known = facts_of(dataset, cost, parts)
+                return {**new_manifest("teacher", recipe.to_dict(), recipe.seed), "results": known}
 
-def _train(
-    recipe: TeacherRecipe, out: Path, session: Session, resume: bool, overwrite: bool, on_event: OnEvent | None
-) -> Running[TeacherResult]:
-    world = session.world
-    with test_set_sealed():
-        dataset = load(recipe.data, recipe.data_root, recipe.image_size)
-        name, settings = recipe.classifier, recipe.classifier_settings
-        cost = count_classifier(name, settings, dataset.shape, dataset.num_classes)
-        network = session.place(build_classifier(name, settings, dataset.shape[0], dataset.num_classes))
-        recipe, task, feeds, parts = prepare(recipe, dataset, network, session, f"teacher {name}, {settings}", on_event)
+            folder, outcome = yield from run_in_folder(
+                task, out, world, manifest, files={}, resume=resume, overwrite=overwrite, on_event=on_event
+            )
+        if outcome.status == "interrupted":
+            return TeacherResult(out, recipe, network, None, "test", cost, outcome.metrics, outcome.exit_code)
+        task.finish()
+        network.eval()
+        measured: Measured | None = None
+        with failure_recorded(folder, world):
+            if dataset.test is not None:
+                measured = measure(network, feeds.plain(dataset.test).epoch(0), world)
 
-        def manifest() -> dict[str, Any]:
-            known = facts_of(dataset, cost, parts)
-            return {**new_manifest("teacher", recipe.to_dict(), recipe.seed), "results": known}
+        def conclude() -> None:
+            save_weights(network, out, classifier_metadata(name, settings, dataset.shape[0], dataset.num_classes))
+            finish(folder, measured, outcome.metrics)
 
-        folder, outcome = yield from run_in_folder(
-            task, out, world, manifest, files={}, resume=resume, overwrite=overwrite, on_event=on_event
-        )
-    if outcome.status == "interrupted":
-        return TeacherResult(out, recipe, network, None, "test", cost, outcome.metrics, outcome.exit_code)
-    task.finish()
-    network.eval()
-    measured: Measured | None = None
-    with failure_recorded(folder, world):
-        if dataset.test is not None:
-            measured = measure(network, feeds.plain(dataset.test).epoch(0), world)
-
-    def conclude() -> None:
-        save_weights(network, out, classifier_metadata(name, settings, dataset.shape[0], dataset.num_classes))
-        finish(folder, measured, outcome.metrics)
-
-    with failure_recorded(folder, world):
-        on_main(conclude, world)
-    barrier(world)
-    accuracy = None if measured is None else measured.accuracy
-    top5 = None if measured is None else measured.top5
-    return TeacherResult(out, recipe, network, accuracy, "test", cost, outcome.metrics, 0, top5)
+        with failure_recorded(folder, world):
+            on_main(conclude, world)
+        barrier(world)
+        accuracy = None if measured is None else measured.accuracy
+        top5 = None if measured is None else measured.top5
+        return TeacherResult(out, recipe, network, accuracy, "test", cost, outcome.metrics, 0, top5)
