@@ -2,10 +2,12 @@
 
 One search for each setting (`softcell.kernels.settings`), all in one process and from one seed, in bfloat16 with a
 batch of 64 at the paper's size. Their steps take turns, so that a ratio does not depend on what else the machine does.
-`difference` is that of the weights from those of the first setting after a few steps, relative; "chosen, again" shows
-what is noise.
+`difference` is the relative distance of the weights from those of the first setting after a few steps. "chosen, again"
+shows the noise between two runs of one setting; `--rounding`, which runs on a CPU, how far apart steps in bfloat16 get
+if normalised values change as little as another order of sums changes them.
 
 python -m benchmarks.supernet --minutes 2 --out supernet.json
+python -m benchmarks.supernet --rounding
 python -m benchmarks.supernet --space nb201 --settings chosen "one stream" '{"splits": 128}'
 """
 
@@ -20,8 +22,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
+import torch.nn.functional as F
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
@@ -34,17 +38,19 @@ from softcell.search.dry_pass import without_effects
 from softcell.search.task import SearchTask
 from studies.runs import write_record
 
+UNIT = 2.0**-24
+"""Half the distance of float32 numbers just above 1: what another order of sums changes, at the least."""
 COMPARED_STEPS = 3
 """Steps after which weights are compared; later, differences of rounding have grown."""
 TAPS = ("convolve", "input", "weight")
 """Fields that are entries of `taps_triton.SHAPES`: most columns, warps, stages."""
-WIDE = {"moments_values": 8192, "moments_warps": 8, "sums_values": 4096, "splits": 128, "reads_ahead": True}
+FEWER = {"moments_values": 2048, "moments_warps": 4, "sums_values": 1024, "splits": 64, "reads_ahead": False}
 CHANGES: dict[str, dict[str, Any]] = {
     "chosen": {},
-    "all": {**WIDE, "early_launch": True},
-    "more reads": WIDE,
-    "one stream": {"second_stream": False},
     "early launch": {"early_launch": True},
+    "fewer reads": FEWER,
+    "one stream": {"second_stream": False},
+    "fewer reads, one stream": {**FEWER, "second_stream": False},
     "chosen, again": {},
     "2 stages": {"convolve": (128, 4, 2), "input": (64, 4, 2), "weight": (128, 4, 2)},
     "64 columns": {"convolve": (64, 4, 3), "weight": (64, 4, 3)},
@@ -52,7 +58,7 @@ CHANGES: dict[str, dict[str, Any]] = {
 """Fields of `CellSettings`, and entries of `SHAPES`, that differ from the chosen ones; the most important first."""
 MEASURED = {"nb201": tuple(CHANGES)[:6], "darts": tuple(CHANGES)[:4]}
 """What is measured unless settings are named: as much as fits into two minutes with compiling."""
-SEVERAL = ("chosen", "all")
+SEVERAL = ("chosen", "early launch")
 """Settings that are also measured with several searches at once."""
 
 
@@ -172,6 +178,41 @@ def steps(case: Case, settings: dict[str, Any], data: str, session: Any, rounds:
     return rows
 
 
+def rounding(case: Case, data: str) -> list[dict[str, Any]]:
+    """How far weights are after each of a few steps on a CPU if values changed by `UNIT` after normalisation, relative.
+
+    Normalised values are computed in float32, changed and rounded to bfloat16.
+    """
+    from benchmarks.gpu import VARIANTS, made_search, started
+    from softcell.engine.session import open_session
+
+    exact = F.batch_norm
+
+    def weights_of(unit: float) -> list[Tensor]:
+        torch.manual_seed(0)
+        generator = torch.Generator().manual_seed(1)
+
+        def changed_norm(x: Tensor, *given: Any, **named: Any) -> Tensor:
+            factors = 1.0 + unit * torch.randn(1, x.shape[1], 1, 1, generator=generator)
+            return (exact(x.float(), *given, **named) * factors).to(x.dtype)
+
+        opened = open_session(device="cpu", seed=0, precision="bfloat16", deterministic=False, threads=0)
+        with opened as session, patch.object(F, "batch_norm", changed_norm):
+            task = made_search(data, case, session, device="cpu", **{**VARIANTS["modules bf16"], "engine": "eager"})
+            assert isinstance(task, SearchTask)
+            batches, found = started(task), []
+            for _ in range(COMPARED_STEPS):
+                task.step(next(batches))
+                found.append(torch.cat([p.detach().flatten() for p in task.supernet.parameters()]))
+        return found
+
+    theirs, again, mine = weights_of(0.0), weights_of(0.0), weights_of(UNIT)
+    return [
+        {"space": case.space, "step": number, "repeated": relative(b, a), "changed": relative(c, a)}
+        for number, (a, b, c) in enumerate(zip(theirs, again, mine, strict=True), 1)
+    ]
+
+
 def shown(rows: list[dict[str, Any]]) -> Table:
     table = Table(title="one captured search step (architecture and weights), bfloat16, batch 64")
     for column in ("", "ms", "× chosen", "busy ms", "kernels", "difference"):
@@ -192,8 +233,18 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=40, help="timed steps of each")
     parser.add_argument("--at-once", type=int, default=4, help="searches that share the device; 0: not measured")
     parser.add_argument("--minutes", type=float, default=2.0, help="what no time is left for is left out")
+    parser.add_argument("--rounding", action="store_true", help="no times: what rounding does to weights, on a CPU")
     parser.add_argument("--out", type=Path, help="where to write the JSON record")
     given = parser.parse_args(arguments)
+    cases = {case.space: case for case in PAPER}
+    if given.rounding:
+        with made_data(512) as data:
+            found = rounding(cases[(given.space or ["nb201"])[0]], data)
+        for row in found:
+            print(json.dumps(row))
+        if given.out is not None:
+            write_record(given.out, "benchmarks.supernet", rounding=found)
+        return
     began = time.monotonic()
     rows: list[dict[str, Any]] = []
     shared: list[dict[str, Any]] = []
@@ -205,7 +256,6 @@ def main(arguments: list[str] | None = None) -> None:
     opened = open_session(device="cuda", seed=0, precision="float32", deterministic=False, threads=0)
     with opened as session, made_data() as data:
         os.environ[SWITCH] = "0"  # all kernels are compiled before the first search
-        cases = {case.space: case for case in PAPER}
         spaces = given.space or ["nb201", "darts"]
         for space, share in zip(spaces, (0.4, 0.85)[-len(spaces) :], strict=True):
             names = given.settings or MEASURED[space]

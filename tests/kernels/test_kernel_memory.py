@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.derived import NEXT
-from benchmarks.supernet import WIDE
+from benchmarks.derived import EARLIER
+from benchmarks.supernet import FEWER
 from softcell.kernels.backend import has_triton, triton_kernels
 from softcell.kernels.derived import derived_cell
 from softcell.kernels.settings import cell_settings
@@ -47,7 +47,7 @@ def test_mixed_cells(space: str, number: int, name: str, training: bool) -> None
         cell = build_cell(space, number, channels=3, nodes=2 if space == "darts" else 3).train(training)
         given, weights = random_inputs(cell, (5, 4), 2, torch.float32)
         inputs = [one.requires_grad_() for one in (*given, weights)]
-        with cell_settings(**(WIDE if name == "others" else {})):
+        with cell_settings(**(FEWER if name == "others" else {})):
             nodes = fuse(cell)(inputs[:-1], inputs[-1].flatten())
             return outcome(cell, nodes[cell.inputs :], inputs)
 
@@ -62,7 +62,7 @@ def test_derived_cells_with_weights_by_channel(cell: str, name: str, training: b
     own = picked(cell, 5, dropped).train(training)
 
     def run() -> dict[str, Tensor]:
-        with cell_settings(**(WIDE if name == "others" else {})):
+        with cell_settings(**(FEWER if name == "others" else {})):
             return outcome_of_picked(own, x, dropped, fused=True, dtype=torch.float32)
 
     require_sound(run)
@@ -71,7 +71,7 @@ def test_derived_cells_with_weights_by_channel(cell: str, name: str, training: b
 @pytest.mark.parametrize(("name", "training"), FORMS)
 @pytest.mark.parametrize("stride", [1, 2])
 def test_derived_cells(stride: int, name: str, training: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton_kernels("derived_layout"), "OVERRIDES", NEXT if name == "others" else {})
+    monkeypatch.setattr(triton_kernels("derived_layout"), "OVERRIDES", EARLIER if name == "others" else {})
     torch.manual_seed(0)
     edges = {"edges": edges_of_one_size(3)} if stride == 1 else {}
     cell = Cell(5, stride, older_is_larger=stride == 2, pool_norm=True, **edges)  # type: ignore[arg-type]
