@@ -45,7 +45,7 @@ WORDS = {
     r"(faults?|bugs?) of others": "upstream bugs",
     r"how far (it|they|that) ha(s|ve) come": "progress",
     r"(?<![.`\"])trainings(?!\s*[=:(]|[`\"])": "training runs; training",
-    r"in the mean(?!, p = )": "on average",
+    r"in the mean": "on average",
     r"(ms|µs|seconds?|images|kernels|launches|operations) a (step|second|launch|kernel|hop|pass)": "ms per step",
     r"(runs?|steps?|timed|searches|modules) in turns": "alternate; interleaved",
     r"(edges?|candidates|features|operations|convolutions) that leaves? a node": "outgoing edges of a node",
@@ -59,7 +59,7 @@ WORDS = {
     r"other reading": "alternative",
 }
 """The key `"wishes"` of plan.json is part of the format of run folders, hence the quotes in its pattern. Records of
-results have a key `"trainings"`, and the claim in those of the demo reads 'in the mean, p = ...'."""
+results have a key `"trainings"`."""
 
 PENDING = {("benchmarks/NOTES.md", "ms per step")}
 """Files, and what to write instead there: a section that is not rewritten yet."""

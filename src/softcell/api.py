@@ -460,7 +460,7 @@ def compare(runs: AnyRun | Sequence[AnyRun]) -> Comparison:
     check_intact(folders)
     found = comparisons.compare(read_runs(folders))
     if not found.groups:
-        raise UserError(f"no run has an accuracy to compare: {'; '.join(found.notes)}")
+        raise UserError(f"no run has an accuracy to compare: {'; '.join(found.notes) or 'no runs were given'}")
     return found
 
 
@@ -480,7 +480,7 @@ def report(runs: AnyRun | Sequence[AnyRun], out: str | Path | None = None, *, ov
     own = given[0] / REPORT if len(given) == 1 else None
     path = Path(out) if out is not None else own or Path(REPORT)
     if path.exists() and path != own and not overwrite:
-        raise UserError(f"{path} already exists; give another name, or overwrite=True to replace it")
+        raise UserError(f"{path} already exists; choose another name, or overwrite=True to replace it")
     path.parent.mkdir(parents=True, exist_ok=True)
     return Report(write_report(folders, path))
 
@@ -547,6 +547,10 @@ def _data(data: Data | None, out: str | Path | None) -> tuple[dict[str, str], Ke
 def _source(genotype: Architecture | None, recipe: str | TrainRecipe | None = None) -> Genotype | str | Path | None:
     """Results by their folder, so that training also finds the data and the space, unless the recipe has them."""
     if not isinstance(genotype, SearchResult | TrainResult):
+        if not isinstance(genotype, Genotype | str | Path | None):
+            raise UserError(
+                f"a genotype must be a Genotype, a result, a path or notation, but got {type(genotype).__name__}"
+            )
         return genotype
     return genotype.genotype if isinstance(recipe, TrainRecipe) else genotype.folder
 

@@ -54,8 +54,9 @@ def read_seeds(folder: Path, kind: str = "search") -> list[int]:
         found = read_json(folder / SEEDS)
         known, seeds = found.get("kind", "search"), [int(one["seed"]) for one in found["seeds"]]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        reason = getattr(error, "strerror", None) or error
         raise UserError(
-            f"{folder} is not a {kind} with several seeds: {SEEDS} is missing or damaged ({error})"
+            f"{folder} is not a {kind} with several seeds: {SEEDS} is missing or damaged ({reason})"
         ) from error
     if known != kind:
         raise UserError(

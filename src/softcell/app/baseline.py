@@ -334,7 +334,7 @@ def claim(found: Sequence[float], random: Sequence[float]) -> str:
     """
     p, means = rank_sum(found, random), (statistics.fmean(found), statistics.fmean(random))
     ours, others = count_of(len(found), "found cell"), count_of(len(random), "random one")
-    figures = f"{percent(means[0])} against {percent(means[1])} in the mean, p = {p:.2g} (exact rank-sum test)"
+    figures = f"{percent(means[0])} against {percent(means[1])} on average, p = {p:.2g} (exact rank-sum test)"
     if p > LEVEL:
         return f"Between {ours} and {others}, no difference can be claimed: {figures}."
     # By ranks, as in the test: one failed training run can shift the mean across.

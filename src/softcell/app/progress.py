@@ -25,7 +25,7 @@ from softcell.text import clock, count_of, percent
 
 SHOWN_EVERY = 0.05
 """The share of a training run's time after which the next epoch is shown."""
-PREPARING = "preparing: data, networks and the first step"
+PREPARING = "preparing data, networks and the first step"
 REFRESH = 0.2
 """Seconds between two updates of a notebook's output."""
 BAR = 30

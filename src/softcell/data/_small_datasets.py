@@ -145,7 +145,7 @@ def load_cifar(name: str, root: Path) -> Dataset:
     raise UserError(
         f"{name} must be in {layout.binary_folder}/ or {layout.python_folder}/ (its official archives, "
         f"unpacked), but neither is at {root}; fetch one from https://www.cs.toronto.edu/~kriz/cifar.html "
-        "and give the folder that contains it (--data-root, in Python data_root)"
+        "and pass the folder that contains it (--data-root, in Python data_root)"
     )
 
 

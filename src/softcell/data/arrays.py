@@ -272,7 +272,7 @@ def _pair(data: Any) -> tuple[str, AnyArray, AnyArray, Iterable[str] | None]:
         if number == 0 and len(data) * images[0].nbytes > MOST_BYTES:
             raise UserError(
                 f"a torch dataset is read into memory, up to {MOST_BYTES / 2**30:.0f} GiB, but {len(data):,} images "
-                f"need {len(data) * images[0].nbytes / 2**30:.1f} GiB; give a folder of CLASS/IMAGE files instead"
+                f"need {len(data) * images[0].nbytes / 2**30:.1f} GiB; pass a folder of CLASS/IMAGE files instead"
             )
         if images[-1].shape != images[0].shape:
             raise UserError(

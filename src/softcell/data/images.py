@@ -215,7 +215,7 @@ def _too_large(count: int, shape: tuple[int, int, int], needed: int, why: str) -
     images = "image" if count == 1 else "images"
     return UserError(
         f"images that are read together must fit into memory, but {count} {images} of {height}x{width} pixels need "
-        f"{_gib(needed)} and {why}; give a smaller --image-size"
+        f"{_gib(needed)} and {why}; choose a smaller --image-size"
     )
 
 

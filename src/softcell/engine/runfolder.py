@@ -93,7 +93,7 @@ class RunFolder:
         path = Path(path)
         check_kind_and_status(manifest)
         if path.exists() and not path.is_dir():
-            raise UserError(f"a run needs a folder, but {path} is a file; give another --out")
+            raise UserError(f"a run needs a folder, but {path} is a file; choose another --out")
         there = entries(path)
         if there:
             if not overwrite:
@@ -106,7 +106,7 @@ class RunFolder:
             path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UserError(
-                f"a run needs a writable folder, but {path} cannot be created ({error.strerror or error}); give "
+                f"a run needs a writable folder, but {path} cannot be created ({error.strerror or error}); choose "
                 "another --out"
             ) from error
         folder = cls(path, copy.deepcopy(manifest))
@@ -294,7 +294,7 @@ def mismatch(folder: Path, known: Mapping[str, Any], name: str) -> str | None:
     if wanted is None or not file.is_file() or checksum(file) == wanted:
         return None
     copied = (
-        "to use your own version of it, copy it out of the run folder and give that file"
+        "to use your own version of it, copy it out of the run folder and pass that file"
         if name in _CHECKED_NAMES
         else "restore it from a backup, or repeat the run"
     )

@@ -317,7 +317,7 @@ def convert(path: str | Path) -> dict[str, Accuracies]:
     if source.is_dir():
         files = sorted(file for file in source.glob("*.pickle.pbz2") if file.name[:6].isdigit())
         if not files:
-            raise UserError(f"{source}: no files NNNNNN.pickle.pbz2; give the unpacked folder NATS-tss-v1_0-...-simple")
+            raise UserError(f"{source}: no files NNNNNN.pickle.pbz2; pass the unpacked folder NATS-tss-v1_0-...-simple")
         infos: Iterable[tuple[str, Any]] = ((str(file), _unpacked(file)) for file in files)
     elif source.suffix == ".pth" and source.is_file():
         infos = _from_pth(source)

@@ -117,7 +117,7 @@ class TrainRecipe:
     def __post_init__(self) -> None:
         not_negative("time", self.time)
         if self.epochs == 0 and not self.time:
-            raise UserError("`epochs >= 1` must hold without `time`, but got epochs=0; give --epochs or --time")
+            raise UserError("`epochs >= 1` must hold without `time`, but got epochs=0; pass --epochs or --time")
         for name in ("batch_size", "lr_every", "embedding", *(("epochs",) if self.epochs else ())):
             if getattr(self, name) < 1:
                 raise UserError(f"`{name} >= 1` must hold, but got {name}={getattr(self, name)}")

@@ -147,7 +147,7 @@ def stored_training(folder: str | Path, given: Mapping[str, Any]) -> tuple[Genot
     """
     manifest = RunFolder.open(folder).manifest
     if manifest["kind"] != "train":
-        raise UserError(f"--resume needs a training run, but {folder} holds a {manifest['kind']} run")
+        raise UserError(f"--resume needs a training run, but {folder} is a `softcell {manifest['kind']}` run")
     load_plugins(manifest["recipe"].get("plugins", ()), f"the run in {folder}")
     genotype = Genotype.from_dict(manifest["results"]["genotype"], f"{folder}: genotype")
     recipe = build(TrainRecipe, manifest["recipe"], f"{folder}: recipe")

@@ -247,7 +247,8 @@ class Budget:
 def _format_excess(found: Mapping[str, float], limits: Mapping[str, float]) -> str:
     """The amounts by which costs exceed their budgets; empty where they do not."""
     return " and ".join(
-        f"{format_cost(kind, found[kind])}, {found[kind] / limit - 1:.1%} over the budget of {format_cost(kind, limit)}"
+        f"{format_cost(kind, found[kind])}, {found[kind] / limit - 1:.1%} over the budget of "
+        f"{format_limit(kind, limit)}"
         for kind, limit in limits.items()
         if found[kind] > limit
     )
@@ -261,6 +262,11 @@ def format_cost(kind: str, value: float) -> str:
         if value >= size:
             return f"{value / size:.3g}{unit} {NAMES[kind]}"
     return f"{value:g} {NAMES[kind].removesuffix('s') if value == 1 else NAMES[kind]}"
+
+
+def format_limit(kind: str, value: float) -> str:
+    """A limit with its unit, for messages that state a cost of the same kind first."""
+    return f"{value:.4g}" if kind == "latency" else format_cost(kind, value)
 
 
 def next_within(

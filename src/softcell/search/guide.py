@@ -135,7 +135,7 @@ def _check_map(found: Tensor, name: str, number: int) -> None:
         raise UserError(f"a teacher's maps must be of real numbers, but {name} is of {found.dtype}; convert it")
     if found.shape[0] != number:
         raise UserError(
-            f"a teacher must give one map per image, but {name} has {found.shape[0]} for {number} images; give "
+            f"a teacher must give one map per image, but {name} has {found.shape[0]} for {number} images; return "
             "one [c, h, w] for each"
         )
     if not bool(found.isfinite().all()):

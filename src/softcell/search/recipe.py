@@ -417,7 +417,7 @@ def _left(shares: Mapping[str, float | int]) -> float:
     held = shares.get("held", 0.0)
     if isinstance(held, int) and held > 0:
         raise UserError(
-            f"with split.held={held} as a count, split.weights must be a count too: give --set split.weights=N, or "
+            f"with split.held={held} as a count, split.weights must be a count too: pass --set split.weights=N, or "
             "split.held as a share such as 0.1"
         )
     return 1.0 - held
@@ -432,7 +432,7 @@ def _check_measurable(recipe: SearchRecipe, method: type[Method | Sampler]) -> N
         chooser = f"select.by={recipe.select.by} (--select)"
     if chooser is not None:
         raise UserError(
-            f"{chooser} needs images that no weights were trained on, but split.validation=0 leaves none; give "
+            f"{chooser} needs images that no weights were trained on, but split.validation=0 leaves none; pass "
             "--set split.validation=0.1, or hold some back with split.held"
         )
 
@@ -442,7 +442,7 @@ def _check_split(split: Mapping[str, Any], regime: str) -> None:
     if not wanted <= set(split) <= {"weights", "validation", "held"}:
         raise UserError(
             "`split` must have `weights` and `validation`, and may have `held` to measure on, but got "
-            f"{sorted(split)}; give both, as --set split.weights=0.8 --set split.validation=0.2, or "
+            f"{sorted(split)}; pass both, as --set split.weights=0.8 --set split.validation=0.2, or "
             "--set split.validation=0 alone: all images for both"
         )
     for name in ("weights", "held"):

@@ -105,7 +105,7 @@ class Resource:
         if self.elsewhere and not self.budgets():
             raise UserError(
                 "`resource.image_size` (--at-size), `resource.num_classes` and `resource.sizes` define the "
-                "network that a budget is counted for: give a budget too (--max-params, --max-flops)"
+                "network that a budget is counted for: pass a budget too (--max-params, --max-flops)"
             )
         if not self.kinds:
             raise UserError(f"`resource.kinds` must name at least one of {', '.join(KINDS)}, got none")
@@ -116,7 +116,7 @@ class Resource:
             )
         if self.latency_table is None and (self.max_latency is not None or "latency" in self.kinds):
             raise UserError(
-                "a latency is counted from a table of times: give its file with --latency-table "
+                "a latency is counted from a table of times: pass its file with --latency-table "
                 "(`resource.latency_table`); `softcell latency` measures one"
             )
         if self.latency_table is not None and self.max_latency is None and "latency" not in self.kinds:

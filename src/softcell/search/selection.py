@@ -280,7 +280,7 @@ def _budget(found: Restored, kind: Kind, limit: float) -> Budget:
     budget.find_cheapest(space.layout(), costs, found.method.rule)
     if budget.out_of_reach():
         raise UserError(
-            f"no architecture meets a budget of {format_cost(kind, limit)}: {budget.least(kind)}; give a larger one, "
+            f"no architecture meets a budget of {format_cost(kind, limit)}: {budget.least(kind)}; choose a larger one, "
             f"or search for a smaller network ({budget.smaller()})"
         )
     return budget

@@ -286,7 +286,7 @@ def restore(folder: str | Path, *, device: str = "auto", data_root: str | None =
     folder = Path(folder)
     manifest = RunFolder.open(folder).manifest
     if manifest["kind"] != "search":
-        raise UserError(f"a supernet comes from a search, but {folder} holds a {manifest['kind']} run")
+        raise UserError(f"a supernet comes from a search, but {folder} is a `softcell {manifest['kind']}` run")
     load_plugins(manifest["recipe"].get("plugins", ()), f"the run in {folder}")
     recipe = resolve(manifest["recipe"])
     kind = METHODS.get(recipe.method)

@@ -626,9 +626,9 @@ def test_bad_requests_are_rejected_before_anything_is_written(
         assert expected in error("--data", tmp_path, *wrong, "--out", tmp_path / "out")
     assert "applies to folders of images" in error("--data", "digits", "--image-size", "16", "--out", tmp_path / "out")
     (tmp_path / "file").write_text("mine")
-    assert "is a file; give another --out" in error("--data", "digits", "--out", tmp_path / "file")
+    assert "is a file; choose another --out" in error("--data", "digits", "--out", tmp_path / "file")
     inside = error("--data", "digits", "--out", tmp_path / "file" / "out")
-    assert "cannot be created or read (Not a directory); give another --out" in inside
+    assert "cannot be created or read (Not a directory); choose another --out" in inside
     assert (tmp_path / "file").read_text() == "mine"
     (tmp_path / "file").unlink()
     missing = error("--data", tmp_path / "none", "--out", tmp_path / "out")
@@ -641,6 +641,6 @@ def test_bad_requests_are_rejected_before_anything_is_written(
 
 def test_a_time_too_short_for_anything_says_how_much_is_needed(data: Path, tmp_path: Path) -> None:
     plan = Plan.create(tmp_path / "short", replace(request(data), time=1.0))
-    with pytest.raises(UserError, match=r"--time 1s is too short: starting.* took \d+ s.*give at least --time \d+[ms]"):
+    with pytest.raises(UserError, match=r"--time 1s is too short: starting.* took \d+ s.*use at least --time \d+[ms]"):
         run(plan, Screen())
     assert not plan.folder.exists()

@@ -225,6 +225,8 @@ def _describe_network(
 def _describe_genotype(out: Console, found: Genotype) -> None:
     print_fields(out, space=found.space)
     about = {key: value for key, value in found.about.items() if key != ABOUT}
+    if about.get("epochs") in (about.get("epoch"), about.get("settings", {}).get("epochs")):
+        about.pop("epochs", None)  # listed as `epoch` or among the settings
     if about:
         print_fields(out, **{"found by": ", ".join(f"{key} {_plain(value)}" for key, value in about.items())})
     stated = stated_budget(found)

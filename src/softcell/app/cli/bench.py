@@ -134,7 +134,7 @@ def bench(
             return code
         folders.append(str(folder))
     if not genotypes and not folders and not proxy:
-        raise UserError("nothing to look up: give an architecture, a folder of searches, --method or --proxy")
+        raise UserError("nothing to look up: pass an architecture, a folder of searches, --method or --proxy")
     notes: list[str] = []
     runs = bench_runs(found, folders, notes.append) if folders else []
     ranked = [_proxy(found, name, column, data or "digits", data_root, seed or 0) for name in proxies]

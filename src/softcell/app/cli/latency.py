@@ -182,7 +182,7 @@ def _show_pack(screen: Console, folder: Path, content: dict[str, Any], search_op
         screen,
         written=f"{folder}: {count_of(candidates, 'candidate')} and {count_of(networks, 'whole network')}, "
         f"{size / 1e6:.1f} MB",
-        on_the_device="pip install onnxruntime numpy; python measure.py   (in the copied folder; see --help)",
+        device="pip install onnxruntime numpy; python measure.py   (in the copied folder; see --help)",
         then=f"copy its {TABLE} back to {folder} and choose MS, the limit in milliseconds",
         next=command("search", *search_options, "--latency-table", folder / TABLE, "--max-latency", "MS"),
     )

@@ -266,16 +266,20 @@ def demo(
     again = ["demo", "--out", str(folder), *(["--seed", str(seed)] if seed else [])]
     again += [word for name, value in given.items() for word in (f"--{name}", str(value))]
 
+    search, first = folder / "search", DEMO_SEARCHES * seed  # demos with different seeds share no search
+    if search.is_dir() and any(search.iterdir()) and not (search / SEEDS).is_file():
+        raise UserError(
+            f"a demo needs a new folder or one of an earlier demo, but {search} holds other files; choose another --out"
+        )
+    seeds = list(range(first, first + DEMO_SEARCHES))
     screen.print("1. Search for cells on 8x8 handwritten digits (UCI, included in the package)", style="bold")
     screen.print(
         f"Every edge is a separable convolution or noise (space s4); DARTS must avoid the noise, {DEMO_SEARCHES} times"
     )
-    search, first = folder / "search", DEMO_SEARCHES * seed  # demos with different seeds share no search
-    seeds = list(range(first, first + DEMO_SEARCHES))
     if (search / SEEDS).is_file() and (known := read_seeds(search)) != seeds:
         raise UserError(
             f"a demo is resumed with its own seed, but {search} has seeds {known[0]} to {known[-1]} and "
-            f"--seed {seed} means {first} to {seeds[-1]}; give another --out, or the --seed of the folder"
+            f"--seed {seed} means {first} to {seeds[-1]}; choose another --out, or the --seed of the folder"
         )
     begun = any(jobs.has_run(seed_folder(search, one)) for one in seeds)
     code = run_seeds(
@@ -359,5 +363,5 @@ def _show_demo(
         screen.print(Text(f"{name:<14}{percent(accuracies[name]):>6}{size}", "bold" if name in found else ""))
     screen.print()
     screen.print(Text(sentence, "bold"))
-    print_fields(screen, best_found=str(trained[best].folder / jobs.CELLS))
+    print_fields(screen, drawing=str(trained[best].folder / jobs.CELLS))
     print_fields(screen, report=str(trained[best].folder / REPORT), record=str(folder / DEMO_RECORD))

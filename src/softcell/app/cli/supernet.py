@@ -63,7 +63,7 @@ def derive(
     (BatchNorm recalibrated): they compare architectures roughly, and say little about the accuracy after training.
     """
     if (max_params is None) == (max_flops is None):
-        raise UserError("give either --max-params or --max-flops, with one or more budgets, such as 50k,200k,1M")
+        raise UserError("pass either --max-params or --max-flops, with one or more budgets, such as 50k,200k,1M")
     o.load_plugins(plugin)
     kind: Kind = "flops" if max_params is None else "parameters"
     option = "--" + OPTIONS[kind].replace("_", "-")
@@ -148,7 +148,7 @@ def indicators(
     """
     o.load_plugins(plugin)
     screen, target = console(), out or run / "indicators.json"
-    check_absent(target, overwrite, "give another name with --out")
+    check_absent(target, overwrite, "choose another name with --out")
     if out is None:
         # Only listed files of a run folder are deleted when the run is replaced with --overwrite.
         list_file(target)

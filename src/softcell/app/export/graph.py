@@ -320,7 +320,7 @@ def calibration_data(
     else:
         raise UserError(
             f"onnx-int8 is calibrated on training images, but {source} is an export and does not say where they are; "
-            "give the training run instead, or --data"
+            "pass the training run instead, or --data"
         )
     _check_same(model, dataset, known, source)
     calibrated = _some(parts["train"], calibration)
@@ -337,7 +337,7 @@ def _check_same(model: Model, dataset: Dataset, known: dict[str, Any], source: P
         raise UserError(
             f"onnx-int8 needs the images that {source} was trained on, {list(model.shape)} of {len(model.classes)} "
             f"classes, but {dataset.name} has {list(dataset.shape)} and {len(dataset.classes)} classes or other names; "
-            "give the right --data"
+            "pass the right --data"
         )
     # Times of files change when a dataset is copied, its content does not.
     before = {key: value for key, value in known.get("fingerprint", {}).items() if not key.endswith("times")}

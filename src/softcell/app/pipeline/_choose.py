@@ -342,7 +342,7 @@ class Chooser:
         return (
             f"--time {self.request.time:.0f}s is too short: starting and measuring took {used:.0f} s, report and "
             f"exports need about {reserved:.0f} s, and {LEAST_EPOCHS} epochs of the smallest plain network take "
-            f"{needed:.1f} s here, but only {max(0.0, final):.1f} s are left; give at least --time {text}"
+            f"{needed:.1f} s here, but only {max(0.0, final):.1f} s are left; use at least --time {text}"
         )
 
     def _too_short_to_measure(self, measuring: float) -> str:
@@ -351,7 +351,7 @@ class Chooser:
         busy = ": other programs use the CPU cores" if self.time.slowness > BUSY else ""
         return (
             f"--time {self.request.time:.0f}s is too short: starting took {used:.0f} s, timing training steps needs "
-            f"about {measuring:.0f} s more, and report and exports need about {reserved:.0f} s{busy}; give at least "
+            f"about {measuring:.0f} s more, and report and exports need about {reserved:.0f} s{busy}; use at least "
             f"--time {text}"
         )
 

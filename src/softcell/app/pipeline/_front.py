@@ -233,7 +233,7 @@ def _planned(plan: Plan, choice: Choice, inspection: Inspection) -> dict[str, An
             raise UserError(
                 f"--time {plan.request.time:.0f}s is too short for {count_of(len(kept), 'budget')}: {budget} gets "
                 f"{max(0.0, shares[budget] * room):.0f} s, but {LEAST_EPOCHS} epochs of its smallest network, report "
-                f"and exports need {least:.0f} s; give at least --time {math.ceil(needed / 60 / USED)}m, or fewer "
+                f"and exports need {least:.0f} s; use at least --time {math.ceil(needed / 60 / USED)}m, or fewer "
                 "budgets"
             )
     why = "there is no time for a larger network than that of the previous budget"

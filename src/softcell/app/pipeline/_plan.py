@@ -85,7 +85,7 @@ class RunRequest:
         if len(several) > 1:
             raise UserError(
                 f"several budgets are allowed for --max-params or --max-flops, but got both {self.max_params} and "
-                f"{self.max_flops}; give one of them a single budget"
+                f"{self.max_flops}; set a single budget for one of them"
             )
         return next(iter(several.items()), None)
 
@@ -133,7 +133,7 @@ def split_budgets(option: str, text: str) -> tuple[str, ...]:
         )
     if values != sorted(values):
         ordered = ",".join(part for _, part in sorted(zip(values, found, strict=True)))
-        raise UserError(f"the budgets of {option} must be in increasing order, but got {text}; give {ordered}")
+        raise UserError(f"the budgets of {option} must be in increasing order, but got {text}; pass {ordered}")
     return found
 
 
@@ -308,17 +308,17 @@ def _make_folder(folder: Path) -> bool:
     try:
         was_there = folder.exists()
         if was_there and not folder.is_dir():
-            raise UserError(f"a run needs a folder, but {folder} is a file; give another --out")
+            raise UserError(f"a run needs a folder, but {folder} is a file; choose another --out")
         if entries(folder):
             raise UserError(
                 f"a new run needs an empty folder, but {folder} is not empty; resume a run in it with `softcell run "
-                f"--resume {folder}`, or give another --out"
+                f"--resume {folder}`, or choose another --out"
             )
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(
-            f"a run needs a writable folder, but {folder} cannot be created or read ({error.strerror or error}); give "
-            "another --out"
+            f"a run needs a writable folder, but {folder} cannot be created or read ({error.strerror or error}); "
+            "choose another --out"
         ) from error
     return was_there
 

@@ -281,7 +281,7 @@ def _compared(summary: Summary) -> tuple[list[str], bool]:
     elif beats:
         lines.append("The search found a better cell than random ones, but not one that beats a plain network.")
     else:
-        lines.append("The search was not worth it here, as far as this shows.")
+        lines.append("As far as these results show, the search was not worth it here.")
     return lines, worth
 
 
@@ -295,8 +295,8 @@ def _claim(difference: float, chance: float) -> str:
     points = f"{abs(difference) * 100:.1f} points {'better' if difference >= 0 else 'worse'}"
     if abs(difference) < 0.0005:
         points = "equal"
-    within = abs(difference) <= chance
-    return f"{points}; up to {chance * 100:.1f} may be chance{': no difference can be claimed' if within else ''}."
+    within = "; no difference can be claimed" if abs(difference) <= chance else ""
+    return f"{points}; chance may explain up to {chance * 100:.1f} points{within}."
 
 
 def _unequal(summary: Summary, others: Sequence[Result]) -> str:

@@ -325,7 +325,9 @@ class LiveServer(ThreadingHTTPServer):
         try:
             super().__init__((LOOPBACK, port), _Handler)
         except (OSError, OverflowError) as error:
-            raise UserError(f"port {port} of {LOOPBACK} cannot be used ({error}); give another --port, or 0") from error
+            raise UserError(
+                f"port {port} of {LOOPBACK} cannot be used ({error}); choose another --port, or 0"
+            ) from error
         self.names = {f"{name}:{self.server_port}" for name in (LOOPBACK, "localhost")}
 
     @property
