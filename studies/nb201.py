@@ -304,7 +304,7 @@ def anytime_svg(rows: Sequence[Mapping[str, Any]], data: str, column: str) -> st
     measured, part = column.split("_")
     where = f"searched on {SETS.get(data, data)}"
     title = f"{SETS[measured]} {part} accuracy of the derived cell, {where}, in %"
-    return curves_svg(lines, arms, title, bands, x_label="seconds of the device")
+    return curves_svg(lines, arms, title, bands, x_label="device seconds")
 
 
 def show(console: Console, table: Nb201Table, found: Sequence[Mapping[str, Any]]) -> None:

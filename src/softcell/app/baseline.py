@@ -39,7 +39,7 @@ from softcell.spaces import Shape, build_space
 from softcell.spaces.costs import Cost, count_genotype
 from softcell.text import count_of, percent
 
-STRIDE = 1_000_003  # large and odd: the architectures of neighbouring seeds stay apart
+STRIDE = 1_000_003  # large and odd, so that neighbouring seeds never sample the same architectures
 APART = STRIDE // 2
 """Offset of the baselines of a random search, which itself draws from `seed * STRIDE` on."""
 LEVEL = 0.05
@@ -131,9 +131,9 @@ def train_with_random(
 ) -> Ran[str, TrainResult]:
     """Trains `found` in `out` and the random architectures in `out`/random-<k>; `at_once` of them share the device.
 
-    Each gives the same result as alone, and one that fails does not stop the others: results and errors are by name,
-    "found", "random-1", .... For one process.
-    on_event: makes the listener of a run from its name and folder.
+    Each gives the same result as when trained alone, and a failure does not stop the others: results and errors are
+    keyed by name, "found", "random-1", .... For one process.
+    on_event: creates the listener for a run from its name and folder.
     """
     folder, numbered = Path(out), dict(enumerate(drawn, 1))
     networks = {FOUND: found, **{f"random-{number}": one for number, one in numbered.items()}}
@@ -224,8 +224,8 @@ def random_others(found: Genotype | None, layout: Layout, seed: int, num: int) -
 def with_budget(genotype: Genotype, source: str | Path | Genotype | None, recipe: TrainRecipe) -> Genotype:
     """`genotype` with the budget of the search run that `source` names, unless it contains a budget itself.
 
-    Genotypes of single epochs and of older versions do not. recipe: that of the training, which has the current path of
-    the data.
+    Genotypes of single epochs and of older versions do not. recipe: the recipe of the training run, which has the
+    current path of the data.
     """
     folder = None if isinstance(source, Genotype) else run_of(source)
     if folder is None or ABOUT in genotype.about:
@@ -305,7 +305,7 @@ def verdict(accuracy: float, baseline: Baseline) -> str:
 def rank_sum(first: Sequence[float], second: Sequence[float]) -> float:
     """The two-sided p-value of the exact rank-sum test (Wilcoxon, 1945); equal values share their mean rank.
 
-    If a search chose its cells like chance, every way to mark `len(first)` of all values as found would be equally
+    If a search chose its cells at random, every way to mark `len(first)` of all values as found would be equally
     likely. The p-value is twice the share of ways whose marked values rank at least as high (or as low) as `first`
     does. It assumes nothing about the distribution of accuracies, which for random cells is far from normal. All ways
     are counted, so this suits a dozen values on each side, not hundreds.
@@ -348,11 +348,11 @@ RESIDUAL = "|nor_conv_3x3~0|+|none~0|none~1|+|skip_connect~0|nor_conv_3x3~1|none
 WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 40, 48, 64, 80, 96, 128, 160, 192, 256)
 """Channels to choose from. Multiples of 8 take the least time per multiply-add: 16 channels are about as fast as 11."""
 DEEPEST, DEEP_FROM = 3, 16
-"""Most cells per stage, and the least channels of networks with more than one: below, width is worth more."""
+"""Maximum cells per stage, and minimum channels of networks with more than one: below that, width is worth more."""
 REFERENCE = 16
 """Channels of the plain network whose steps are measured, if the budget allows for it."""
 NARROWEST = 8
-"""Channels of the smallest network that is chosen for lack of time; fewer save no time. A budget may ask for fewer."""
+"""Channels of the smallest network that is chosen for lack of time; fewer save no time. A budget may require fewer."""
 LEAST_EPOCHS = 5
 """Training for fewer epochs is not worth starting."""
 ENOUGH_EPOCHS, ENOUGH_IMAGES = 20, 500_000
@@ -419,7 +419,7 @@ def in_words(costs: Mapping[str, float], kinds: Iterable[str]) -> str:
 
 
 def plain_networks(shape: Shape, num_classes: int, limits: Mapping[str, float]) -> list[tuple[dict[str, Any], Cost]]:
-    """Settings and costs of all plain residual networks that meet the limits, the costliest first."""
+    """Settings and costs of all plain residual networks that meet the limits, most expensive first."""
     cost_of = plain_costs(shape, num_classes)
     found = [
         ({"cells_per_stage": depth, "channels": channels}, cost)
@@ -439,7 +439,7 @@ def plain_networks(shape: Shape, num_classes: int, limits: Mapping[str, float]) 
 
 
 def enough_epochs(depth: int, num_train: int) -> float:
-    """Epochs of the final training from which a network with `depth` cells per stage is worth its time.
+    """Number of epochs of the final training from which a network with `depth` cells per stage is worth its time.
 
     A large dataset needs fewer epochs, because it has more steps in each. Deeper networks learn more slowly and cost
     more per epoch, so they only pay off in long training runs: four times as many epochs for 2 cells, nine times for 3.

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 NOTICE_AFTER = 2.0
-"""Seconds without output before a person in a terminal would wonder."""
+"""Seconds without output after which a user at a terminal would wonder whether anything happens."""
 _displays = [0]  # how many progress displays are open
 _entered: list[float] = []
 
@@ -69,7 +69,7 @@ def notice_when_slow(what: str) -> Iterator[None]:
         timer.cancel()
 
 
-# PyTorch raises a plain RuntimeError, so its words are the only sign.
+# PyTorch raises a plain RuntimeError, so its message is the only sign.
 _OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "Cannot allocate memory")
 _REDUCE = (
     "reduce --batch-size, --image-size, or the size of the network (--channels and --cells, or --set space.channels=N)"

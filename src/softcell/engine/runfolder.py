@@ -230,7 +230,7 @@ def _check_own(path: Path) -> None:
         )
     if not (path / MANIFEST).is_file():
         raise UserError(
-            f"only a folder with a {MANIFEST} may be overwritten, but {path} has none: it is not a run. Give another "
+            f"only a folder with a {MANIFEST} may be overwritten, but {path} has none: it is not a run. Choose another "
             "--out."
         )
     if MANIFEST in listed_files(path):
@@ -240,7 +240,7 @@ def _check_own(path: Path) -> None:
     except (OSError, ValueError, RecursionError) as error:  # a UserError is a ValueError
         raise UserError(
             f"only a folder that Softcell created may be overwritten, but {path / MANIFEST} does not describe a run "
-            f"({error}). Give another --out, or remove the folder yourself."
+            f"({error}). Choose another --out, or remove the folder yourself."
         ) from error
 
 

@@ -116,7 +116,7 @@ class Resource:
             )
         if self.latency_table is None and (self.max_latency is not None or "latency" in self.kinds):
             raise UserError(
-                "a latency is counted from a table of times: pass its file with --latency-table "
+                "a latency budget needs a table of times: pass its file with --latency-table "
                 "(`resource.latency_table`); `softcell latency` measures one"
             )
         if self.latency_table is not None and self.max_latency is None and "latency" not in self.kinds:

@@ -19,7 +19,7 @@ def test_every_run_leaves_a_report_and_report_joins_them(call: Softcell, searche
     answer = call("train", CELL, *TINY_TRAIN, "--random", "1", "--out", "runs/t")
     assert answer.code == 0
     own = (tmp_path / "runs/t/report.html").read_text()
-    assert "Most wrong images" in own and "Comparison with random architectures" in own
+    assert "Most confident mistakes" in own and "Comparison with random architectures" in own
     assert "runs/t/report.html" in answer.out
 
     assert call("report", "runs/t").code == 0

@@ -118,7 +118,7 @@ def random(
 ) -> None:
     """Sample architectures uniformly from a space; the same seed always gives the same one."""
     if None not in (name, space) and name != space:
-        raise UserError(f"a space is given once, but got {name!r} and --space {space}; leave out one of them")
+        raise UserError(f"pass the space only once, but got {name!r} and --space {space}; leave out one of them")
     space = name or space or "darts"
     at_most("count", count, 1_000_000)
     # Both ends of the range, before anything is written.
@@ -357,7 +357,7 @@ def _entries(kind: Kind) -> dict[str, str]:
             for name, changes in RECIPES.items():
                 epochs, batch = (changes.get(key, getattr(TrainRecipe, key)) for key in ("epochs", "batch_size"))
                 if "batch_size" in changes.get("auto", ()):
-                    batch = "and rate by the data; made for --time"
+                    batch = "size and learning rate depend on the data; use with --time"
                 found[f"train {name}"] = f"train --recipe {name}: {count_of(epochs, 'epoch')}, batch {batch}"
             return found
         case "candidates":

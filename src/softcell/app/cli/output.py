@@ -111,7 +111,7 @@ def against_budget(kind: str, found: float, limit: float) -> str:
 
 
 def selected(selection: Mapping[str, Any]) -> str:
-    """How the architecture was selected, and the accuracy of the supernet tuned down to it."""
+    """How the architecture was selected, and the accuracy of the supernet after that."""
     decisions = count_of(len(selection["edges"]), "edge")
     if selection["nodes"]:
         decisions += f" and {count_of(len(selection['nodes']), 'node')}"
@@ -264,7 +264,7 @@ def show_comparison(out: Console, result: TrainResult, baseline: Baseline) -> No
 
 
 def already_finished(out: Console, folder: Path, resume: bool) -> None:
-    """Says that a run to be resumed has nothing left to do."""
+    """Prints that a run to be resumed is already finished."""
     if resume and RunFolder.open(folder).manifest["status"] == "finished":
         out.print(Text(f"{folder} is already finished; this is its result."))
 

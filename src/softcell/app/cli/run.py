@@ -2,8 +2,8 @@
 
 The demo asks whether a search finds better cells than chance, and answers in minutes, on a CPU, with a test.
 Comparing one found cell with a few random ones shows little, whatever its accuracy. The demo searches with several
-seeds, trains the found cells and random cells of the same space in the same way, and computes how likely such ranks are
-by chance.
+seeds, trains the found cells and random cells of the same space in the same way, and computes how likely these ranks
+are by chance.
 
 Its space is S4 of RobustDARTS: a separable convolution or pure noise on every edge of DARTS's cells. In the space of
 DARTS nearly every cell solves digits, so there is nothing to find. The settings were chosen on validation images with
@@ -317,7 +317,7 @@ def _train_all(
 ) -> dict[str, TrainResult]:
     """Trains the found cells and the demo's random ones, each in a folder named after it; stops at a signal.
 
-    All have one recipe, one seed and the same batches: only the architecture differs. A cell without any path from
+    All share one recipe, one seed and the same batches: only the architecture differs. A cell without any path from
     input to output is trained like the others, whether found or random.
     """
     example = next(iter(found.values()))

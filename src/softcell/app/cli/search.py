@@ -306,7 +306,7 @@ def resumed_folder(kind: str, first: str | None, out: Path | None) -> tuple[Path
 
 
 def unfinished(kind: str) -> list[Path]:
-    """Runs below `runs/` that can be resumed, the newest first."""
+    """Runs below `runs/` that can be resumed, newest first."""
     found = []
     for file in sorted(RUNS.glob("**/run.json"), key=lambda path: path.stat().st_mtime, reverse=True):
         try:

@@ -1,4 +1,4 @@
-"""A trained network with the facts for its use, read from a run, an export or an ONNX file, and used on image files."""
+"""A trained network with the facts needed to use it: read from a run, export or ONNX file, applied to image files."""
 
 from __future__ import annotations
 
@@ -33,16 +33,17 @@ INPUT, ONNX = "pixels", "model.onnx"
 BATCHES = (1, 2, 5)
 """Batch sizes at which an exported model is compared with the network."""
 TOLERANCE = 1e-4
-"""Largest difference of outputs, relative to the largest of them: other libraries sum in another order."""
+"""Maximum difference of outputs, relative to the largest one: other libraries sum in a different order."""
 
 
 @dataclass(frozen=True)
 class Model:
     """A network in eval mode on the CPU.
 
-    `mean` and `std` are per channel in 0..1 units. `about` has facts about its training, for people to read.
-    A picture is scaled to `scaled_to`, all of it if `whole` and else a central part of that aspect; its centre is seen.
-    `output`: `logits` of the classes, or an `embedding` that was learned from them, compared by cosine similarity.
+    `mean` and `std` are per channel in 0..1 units. `about` has human-readable facts about its training.
+    A picture is scaled to `scaled_to`: all of it if `whole`, otherwise a central part of that aspect ratio. The network
+    sees its centre. `output`: `logits` of the classes, or an `embedding` that was learned from them, compared by cosine
+    similarity.
 
     Example:
         >>> import torch
@@ -139,7 +140,7 @@ def plain_facts(description: Mapping[str, Any], place: Path) -> dict[str, Any]:
 
 
 def trained_folder(folder: str | Path) -> Path:
-    """The folder with the weights: `folder`, or the training inside a folder of `softcell run`.
+    """The folder with the weights: `folder`, or the training run inside a folder of `softcell run`.
 
     Without weights, a `UserError` explains how to get them.
 

@@ -62,7 +62,7 @@ FILES: dict[Format, tuple[str, ...]] = {
     "torch-export": ("model.pt2",),
 }
 STAGE = ".export.tmp"
-"""Folder for files that are not checked yet."""
+"""Folder for files that have not been checked yet."""
 PACK = "pack.json"
 SCRIPT = "measure.py"
 TABLE = "latency.json"
@@ -150,8 +150,8 @@ def export(
     """Writes the trained network of a run as `to` into the folder `out` (else into `export` in `folder`).
 
     trust: run plugins that the folder names.
-    data, data_root: for `onnx-int8`, where the training images are now; those of the run when None.
-    calibration: for `onnx-int8`, the number of training images that give the ranges of activations.
+    data, data_root: for `onnx-int8`, where the training images are now; None for the run's own path.
+    calibration: for `onnx-int8`, the number of training images used to calibrate activation ranges.
 
     Example:
         >>> from softcell.api import Network

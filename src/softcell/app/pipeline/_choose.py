@@ -41,20 +41,20 @@ BUSY = 1.5
 MEASURING = 0.01
 """Share of the time for measuring one job, within `MEASURING_BOUNDS`."""
 MEASURING_BOUNDS = (0.3, 6.0)
-"""Least and most seconds for measuring one job."""
+"""Minimum and maximum seconds for measuring one job."""
 MEASURING_CPU = 3.0
 """CPU seconds until training steps are first timed, including the start of the first steps."""
 MOST_WIDENED = 2
 """Cells with few multiply-adds become wider than the largest plain network, but at most by this factor."""
 MOST_TRIED, HURRIED = 3, 0.25
-"""Image sizes that are measured at most, and the share of the time after which smaller ones are forecast instead."""
+"""Maximum number of image sizes to measure, and the share of the time after which smaller ones are forecast instead."""
 CLOSE = 0.9
-"""Of networks with at least this share of the most multiply-adds, the shallowest is taken: it has faster steps."""
+"""The shallowest network with at least this share of the most multiply-adds is chosen: its steps are faster."""
 SMALLER = 0.6
-"""Multiply-adds of the next smaller plain network, at most, relative to a larger one."""
+"""Maximum multiply-adds of the next smaller plain network, relative to the larger one."""
 NUM_SIZES = 3
 MOST_START, MOST_START_GPU = 1.0, 4.0
-"""Most seconds planned for the start of a training run, on a CPU and on a GPU, which captures its steps."""
+"""Maximum seconds planned for the start of a training run, on a CPU and on a GPU, which captures its steps."""
 
 
 @dataclass(frozen=True)
@@ -178,7 +178,7 @@ def search_recipe(plan: Plan, choice: Choice, epochs: int) -> SearchRecipe:
             "batch_size": choice.batch_size,
             "cutout": choice.shape[1] // 4,
             "child_every": 0,
-            # A collapsing search ends, and training gets the rest of its time. A single such epoch may be chance.
+            # A collapsing search ends, and training gets the rest of its time. A single collapsed epoch may be chance.
             "collapse": {"stop": True, "patience": 2},
             "seed": request.seed,
             "device": request.device,
@@ -203,7 +203,7 @@ def train_recipe(
 ) -> TrainRecipe:
     """The recipe of a training run: the same for all networks and rounds, except for the length and what depends on it.
 
-    expected: the number of epochs that there will probably be.
+    expected: the expected number of epochs.
     """
     request = plan.request
     return resolve_training(
@@ -305,7 +305,8 @@ class Chooser:
             tried.append(side)
             final = min(self.time.share * self.request.time, self.time.end - plan.used())
             better = best_size(choice, inspection.sides[1], measured.epochs_in(final)) if may_resize else side
-            is_hurried = plan.used() > HURRIED * self.request.time  # on a busy machine each measurement takes long
+            # On a busy machine each measurement takes a long time.
+            is_hurried = plan.used() > HURRIED * self.request.time
             # Forecasts from two sizes may each point at the other, so no size is measured again.
             if better in tried or len(tried) == MOST_TRIED or (is_hurried and better > side):
                 break
@@ -358,7 +359,8 @@ class Chooser:
     def _measure_training(self, choice: Choice, settings: dict[str, Any]) -> tuple[JobTime, int]:
         """The times of a training run, and its number of CPU threads: those requested, or one or all cores.
 
-        A training with a time measures which is faster. On a busy machine that takes long and the answer is known.
+        A training run with a time limit measures which is faster. On a busy machine this takes long, and the answer is
+        known.
         """
         is_busy = self.time.slowness > BUSY
         choice = replace(choice, threads=self.request.threads or (1 if is_busy else 0))
@@ -368,7 +370,7 @@ class Chooser:
         def job(folder: Path, watch: OnEvent) -> TrainResult:
             def on_event(event: Event) -> None:
                 nonlocal used
-                # The training chooses the number itself, and the measurement ends it before it has a result.
+                # The training run chooses the number itself, but the measurement ends before it has a result.
                 used = torch.get_num_threads()
                 watch(event)
 

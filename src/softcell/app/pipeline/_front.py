@@ -3,9 +3,9 @@
 The images are inspected and a cell is searched once. Each budget then gets the cell that the supernet ranks highest
 within it (`softcell.search.selection`), and is a separate run in its own folder: a competition, a final training, a
 verdict, a report and exports, as for a single budget. What is left of the time after the search is divided in
-proportion to the seconds of an epoch, so that all budgets train for about as many epochs: the largest takes most of
-the time, and small ones add little. All final training runs together get at least 60% of the whole time. Budgets are
-trained from the smallest to the largest, and each gets its part of the time that is left by then.
+proportion to the seconds of an epoch, so that all budgets train for about the same number of epochs: the largest takes
+most of the time, and small ones add little. All final training runs together get at least 60% of the whole time.
+Budgets are trained from the smallest to the largest, and each gets its part of the time that is left by then.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ from softcell.text import clock, count_of
 
 DRAWING = "front.svg"
 LEAST_SHARE = 0.5
-"""Every budget gets at least this much of an equal share of the time: starting and ending take as long for all."""
+"""Every budget gets at least this much of an equal share of the time: start-up and shutdown are the same for all."""
 MOST_TRAINING = 0.85
-"""Most of a budget's time that is kept for its final training: starting and ending take the rest."""
+"""Maximum share of a budget's time reserved for its final training: start-up and shutdown take the rest."""
 USED, PAGE = 0.99, 2.0
 """Share of the time that the budgets fill, and CPU seconds for drawing and report after the last of them."""
 COSTS = {"max_params": "parameters", "max_flops": "multiply_adds"}

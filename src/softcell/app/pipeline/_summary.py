@@ -58,7 +58,8 @@ class Result:
 
 @dataclass(frozen=True)
 class Round:
-    """`seconds`: of every training run of the largest size. `kept`: who stays, best first; the last round keeps one.
+    """`seconds`: of every training run of the largest size. `kept`: the networks that stay, best first; the last round
+    keeps one.
 
     Example:
         >>> from softcell.app.pipeline import Result, Round
@@ -302,7 +303,7 @@ def _claim(difference: float, chance: float) -> str:
 def _unequal(summary: Summary, others: Sequence[Result]) -> str:
     """The costs of the found network and the others, where they differ by more than `EQUAL`; else nothing.
 
-    Networks are sized to equal multiply-adds, in steps of a few channels. Their parameters may be far apart.
+    Networks are sized to equal multiply-adds, in steps of a few channels. Their numbers of parameters may differ a lot.
     """
     entries = {entry.name: entry for entry in summary.entries}
     found = next(entry for entry in summary.entries if entry.kind == "found")
