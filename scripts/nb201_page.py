@@ -163,7 +163,7 @@ def random_rows(record: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]
 
 
 def summary(record: Mapping[str, Any]) -> str:
-    """The README's table: methods of the common recipe that were measured on CIFAR-10, the best first."""
+    """The README's table: methods of the common recipe that were measured on CIFAR-10, best first."""
     found = [own for own in record["summary"] if own["data"] == "cifar10" and own["arm"] not in ON_REQUEST]
     found.sort(key=lambda own: own["accuracies"]["cifar10_test"]["mean"], reverse=True)
     rows = []
@@ -183,7 +183,7 @@ def with_summary(readme: str, record: Mapping[str, Any]) -> str:
 
 
 def reading(record: Mapping[str, Any]) -> str:
-    """Which methods with enough seeds find more on CIFAR-10 than random cells."""
+    """The methods with enough seeds that find better cells on CIFAR-10 than random sampling."""
     own = [one for one in record["summary"] if one["data"] == "cifar10" and one["n"] >= GOAL]
     means = {LABELS[one["arm"]]: float(one["accuracies"]["cifar10_test"]["mean"]) for one in own}
     limits = [(name, float(values["cifar10_test"][0])) for name, values in random_rows(record)]
@@ -203,7 +203,7 @@ def _the(name: str) -> str:
 
 
 def _listed(means: Mapping[str, float], above: float, upper: float) -> str:
-    """The methods with a mean in (above, upper], the best first."""
+    """The methods with a mean in (above, upper], best first."""
     found = sorted(((mean, name) for name, mean in means.items() if above < mean <= upper), reverse=True)
     return "; ".join(f"{name} ({mean:.2f})" for mean, name in found) or "none"
 

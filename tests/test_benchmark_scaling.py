@@ -106,7 +106,7 @@ def test_the_table_says_that_it_is_a_model(capsys: pytest.CaptureFixture[str], m
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--method", "nos", "--space", "nos"], "give --step-ms"),
+        (["--method", "nos", "--space", "nos"], "pass --step-ms"),
         (["--method", "nos"], "given together"),
         (["--step-ms", "0"], "--step-ms must be positive, but is 0.0"),
     ],

@@ -431,7 +431,7 @@ def predict(
     device: str = "auto",
     trust: bool = False,
 ) -> list[ImagePrediction]:
-    """The `top` most likely classes of image files, as `softcell predict` gives them; a folder means all images in it.
+    """The `top` most likely classes of image files, as printed by `softcell predict`; a folder means all images in it.
 
     run: a finished training run or its folder, a result or folder of `run`, an exported folder, or an ONNX file.
     trust: run plugins that the folder names.

@@ -240,7 +240,7 @@ def search_seeds_recipe(
     """Seeds, recipe and folder of a search with several seeds; a resumed search has all three in its folder."""
     if resume:
         known, begun, folder = _resumed_seeds(out, "search", seeds)
-        # The recipes of all seeds differ in the seed only, so the first run that has begun stands for the others.
+        # The recipes of all seeds differ in the seed only, so the first run that has begun represents the others.
         kept = layered(given, {"seed": _seed_of(begun)})
         return known, search_recipe(kept, config=config, resume_from=begun), folder
     recipe = search_recipe(given, config=config)
@@ -328,7 +328,7 @@ def trust_named(given: Mapping[str, Any]) -> None:
 
 
 def _without_trust(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings without `guide.trust`, which only the user may give."""
+    """Settings without `guide.trust`, which only the user may pass."""
     guide = settings.get("guide")
     if not isinstance(guide, Mapping):
         return dict(settings)

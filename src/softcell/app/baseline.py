@@ -176,7 +176,7 @@ def draw_random(like: Genotype, recipe: TrainRecipe, count: int) -> list[Genotyp
     They are `sample` of the recipe's space with `seed * STRIDE + k` for k = 1, 2, ... in this order. If random search
     found `like`, `APART` is added, because it would otherwise be compared with its own samples. If `like` was searched
     under a budget, architectures that miss it are skipped, because larger networks would prove nothing about the
-    search; costs are counted as in the search, whatever size the networks are trained at.
+    search; costs are counted as in the search, regardless of the size that is trained.
     """
     if count < 1:
         raise UserError(f"`count >= 1` must hold for random architectures, but got count={count}")

@@ -173,7 +173,7 @@ def test_set_sealed() -> Iterator[None]:
             _depth -= 1
 
 
-# pytest collects whatever is called test_*, and this name is imported into test files.
+# pytest collects everything called test_*, and this name is imported into test files.
 test_set_sealed.__test__ = False  # type: ignore[attr-defined]
 
 

@@ -120,7 +120,7 @@ class RunFolder:
     def open(cls, path: str | os.PathLike[str], *, lenient: bool = False) -> Self:
         """Read the manifest, converted to the current version in memory; only `update` changes the file.
 
-        lenient: accept fields of wrong types, for readers that show whatever there is.
+        lenient: accept fields of wrong types, for readers that show what is available.
         """
         path = Path(path)
         file = path / MANIFEST
@@ -245,7 +245,7 @@ def _check_own(path: Path) -> None:
 
 
 RUNS = Path("runs")
-"""Where runs go that were given no folder."""
+"""The default location of runs."""
 
 
 def free_folder(*parts: str) -> Path:
@@ -316,7 +316,7 @@ def run_in_folder(
 ) -> Running[tuple[RunFolder, Outcome]]:
     """Creates or reopens the folder, runs `task` in it, and records a failure or an interruption.
 
-    manifest: makes the manifest of a new run. files: texts by file name, written before the first step. made: the
+    manifest: creates the manifest of a new run. files: texts by file name, written before the first step. made: the
     folder of a new run exists already. budget: ends the run when its time is up.
     """
 

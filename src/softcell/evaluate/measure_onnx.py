@@ -25,7 +25,7 @@ from typing import Any
 WARM_UP = 0.2
 """Seconds of calls before the first measurement, for allocation and clocks."""
 SAMPLE = 0.002
-"""Least seconds of one sample; shorter calls are repeated within it, since clocks have limited resolution."""
+"""Minimum seconds of one sample; shorter calls are repeated within it, since clocks have limited resolution."""
 
 
 def open_session(file: str | Path, threads: int = 1, provider: str = "CPUExecutionProvider") -> Any:

@@ -175,7 +175,7 @@ FITTED = ("batch_size", "lr", "flip", "cutout")
 """Settings that can be chosen by the data, and the cutout by the number of epochs (`TrainRecipe.auto`)."""
 
 RECIPES: dict[str, dict[str, Any]] = {
-    # For minutes instead of days, by experiments on held-out training images (docs/training.md); `fit_data` and
+    # For minutes instead of days, from experiments on held-out training images (docs/training.md); `fit_data` and
     # `fit_length` have the settings that depend on the data and the number of epochs
     "fast": {
         "epochs": 20,
@@ -366,7 +366,7 @@ def _with_time(*layers: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _left_to_data(auto: Any, *layers: Mapping[str, Any]) -> Any:
-    """The settings that no layer gives; a layer that has `auto` itself is that of a complete recipe."""
+    """The settings missing from all layers; a layer that contains `auto` itself is a complete recipe."""
     for layer in map(layered, layers):
         auto = layer["auto"] if "auto" in layer else [name for name in auto if name not in layer]
     return auto

@@ -126,7 +126,7 @@ def train_steps(
     """`train` as a run whose steps can be interleaved with those of others (`softcell.engine.interleave`).
 
     startup: up to this many seconds before the first step are not part of the recipe's time. later: how many seconds
-    later than planned the training may end, asked between steps; for one process.
+    later than planned the training may end, called between steps; for one process.
     """
     budget = TimeBudget(recipe.time, startup, later) if recipe.time else None  # reading the data takes a part of it
     load_plugins(recipe.plugins)

@@ -1,7 +1,7 @@
 """Products of many rows with small weights, several at once, whose gradients use the whole GPU.
 
-The gradient of a small weight is a small matrix out of tens of thousands of rows. For batched products libraries give
-it to one block of threads each, which took a third of an IT-NAS step on an H200. Here the rows are cut into parts, each
+The gradient of a small weight is a small matrix out of tens of thousands of rows. For batched products, libraries use
+one thread block per matrix, which took a third of an IT-NAS step on an H200. Here the rows are cut into parts, each
 a separate product, and the parts are summed.
 """
 
@@ -16,7 +16,7 @@ from torch import Tensor
 from softcell.kernels.backend import is_wanted
 
 PARTS = 64
-"""The most parts that the rows are cut into, over which the gradient of a weight is summed."""
+"""Maximum number of parts that the rows are cut into; the gradient of a weight is summed over them."""
 
 
 class _Product(torch.autograd.Function):

@@ -180,16 +180,17 @@ class Select:
 
 @dataclass(frozen=True, repr=False)
 class SearchRecipe:
-    """A whole search. `regime` "auto" and an empty `split` are resolved before the run, by method and regime.
+    """All settings of a search.
 
+    `regime` "auto" and an empty `split` are resolved before the run, by method and regime.
     `classes`: only that many classes of the data, drawn at random by the seed; None for all.
     `split`: weights learn from `weights`, the architecture from `validation`. Accuracies are measured on `validation`,
     or on `held` if that is given, which is not used for training. `validation` 0: both levels learn from all images of
     `weights`, and accuracies are measured on these too, unless `held` is given.
     `evolution`: with `generations` above 0, architectures are bred and measured with the trained supernet's weights,
     and the best within the budgets is derived instead of the method's own.
-    `select`: with `by` "perturbation", the architecture is selected on the trained supernet by DARTS-PT, whatever
-    method trained it.
+    `select`: with `by` "perturbation", the architecture is selected on the trained supernet by DARTS-PT, for any
+    method.
     `drop_path`: the output of a choice is dropped in training, per image, with a probability that grows linearly over
     the epochs to this. `child_every`: number of epochs between measurements of the derived network with the supernet's
     weights (0: never). `precision` "auto" is resolved at the start, by timing steps on the device. `fused`: on a GPU

@@ -88,7 +88,7 @@ def search(
 ) -> SearchResult:
     """Runs `recipe` in the folder `out`. With `resume`, continues the run in it (see `stored_recipe`).
 
-    The test set is sealed during the search: whatever the method does, it cannot read it.
+    The test set is sealed during the search: the method cannot read it.
 
     Example:
         >>> from softcell.search import resolve, search

@@ -4,7 +4,7 @@ A child is a derived network with the supernet's own weights, without any traini
 supernet shows that the search is biased. `recalibrated` and `batch_statistics` set the statistics that BatchNorm uses
 in such measurements.
 
-`restore` gives the supernet and the method of a search in their latest checkpoint. `draw_reconstructions` shows how a
+`restore` returns the supernet and the method of a search in their latest checkpoint. `draw_reconstructions` shows how a
 supernet reconstructs hidden parts of images after a search by context auto-regression.
 """
 

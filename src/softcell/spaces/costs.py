@@ -1,6 +1,6 @@
 """Costs and output shapes, measured on real modules: of a network, and of every candidate of a supernet.
 
-For candidates the supernet is built and run without memory (torch's meta device), which gives the sizes of all nodes;
+For candidates the supernet is built and run without memory (torch's meta device), which yields the sizes of all nodes;
 then every candidate is counted separately. Nothing here depends on the name of a space or a candidate.
 
 Layers cost as in SNAS (Xie, Zheng, Liu, Lin; ICLR 2019), Appendix F. H×W is the size of a layer's output, f×k its

@@ -49,7 +49,7 @@ class FoundTeacher:
 def register_teacher(name: str, module: nn.Module, layers: Sequence[str] = ()) -> None:
     """Makes any module usable as `--guide NAME`; from Python before a search, or in a plugin file.
 
-    layers: names of submodules whose outputs are compared; without them the module gives feature maps by a method
+    layers: names of submodules whose outputs are compared; without them the module returns feature maps from a method
     `features` or as its output.
 
     Example:

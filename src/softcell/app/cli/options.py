@@ -198,7 +198,7 @@ def from_stdin(text: str | None) -> str | None:
     if text != "-":
         return text
     try:
-        # One character more than allowed shows that there is more, whatever the length.
+        # Reading one character more than allowed shows whether there is more.
         content = sys.stdin.read(MOST_CHARACTERS + 1)
     except UnicodeDecodeError as error:
         raise UserError(f"standard input must be text, but is not: {error}") from error

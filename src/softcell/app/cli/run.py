@@ -1,7 +1,7 @@
 """`softcell run`, from images to a trained network in one command, and `softcell demo`.
 
 The demo asks whether a search finds better cells than chance, and answers in minutes, on a CPU, with a test.
-Comparing one found cell with a few random ones shows little, whatever its accuracy. The demo searches with several
+Comparing a single found cell with a few random ones proves little. The demo searches with several
 seeds, trains the found cells and random cells of the same space in the same way, and computes how likely these ranks
 are by chance.
 

@@ -346,7 +346,7 @@ class Units:
         self._visit(network, (None,))
 
     def _visit(self, module: nn.Module, arguments: tuple[Any, ...]) -> Any:
-        """Traces a module and everything that it calls; gives the structure of its result."""
+        """Traces a module and everything that it calls; returns the structure of its result."""
         key = key_of(type(module))
         if id(module) in self.called:  # called twice, in the same way if it is to be traced
             if id(module) in self.traced and self._arguments[id(module)] != arguments:

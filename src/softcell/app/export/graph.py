@@ -185,7 +185,7 @@ def grouped_by_image(
 ) -> Tensor:
     """A convolution whose number of groups is a multiple of the batch, image by image; others are left alone.
 
-    x [1, n·g·i, h, w]; weight [n·g·o, i, kh, kw]; gives [1, n·g·o, h', w'] for g groups per image.
+    x [1, n·g·i, h, w]; weight [n·g·o, i, kh, kw]; returns [1, n·g·o, h', w'] for g groups per image.
     """
     if isinstance(groups, int):
         return NotImplemented  # type: ignore[no-any-return]

@@ -363,6 +363,6 @@ def _parsed(file: Path, key: str, text: str) -> Any:
 
 def _no_classes(place: Path) -> UserError:
     return UserError(
-        f"only a classifier has classes to predict, but {place} was trained for retrieval and gives embeddings; "
+        f"only a classifier has classes to predict, but {place} was trained for retrieval and returns embeddings; "
         "`softcell export --to python` writes a predict.py that sorts images by their similarity"
     )

@@ -30,9 +30,9 @@ SMALL_SPACE, LARGE_SPACE = "nb201", "darts"
 SIZES = (16, 20, 24, 28, 32, 40, 48, 64, 80, 96, 128, 160, 192, 224)
 """Image sizes to choose from, in pixels."""
 FEW_EPOCHS, GOOD_EPOCHS = 5, 40
-"""Least epochs of `REFERENCE` in the final training: for images of up to `KEPT_SIZE` pixels, and for larger ones.
+"""Minimum epochs of `REFERENCE` in the final training: for images of up to `KEPT_SIZE` pixels, and for larger ones.
 
-The narrowest network has about twice as many: fewer channels cost less accuracy than fewer pixels.
+The narrowest network gets about twice as many: fewer channels cost less accuracy than fewer pixels.
 """
 KEPT_SIZE = 32
 HOUR = 3600.0
@@ -62,7 +62,7 @@ class Choice:
     """What to search and train.
 
     `search_space` are the settings of the supernet, `network` those of networks of cells, up to their width. `plain`
-    are the plain networks, the largest first, `epoch` the expected seconds of its epochs, `start` those before the
+    are the plain networks, largest first, `epoch` the expected seconds of its epochs, `start` those before the
     first training step, and `final` those of the final training, on `num_train` images. `image_size` is None if
     images keep their size. `why` gives the reasons in two lines.
     """
@@ -229,7 +229,7 @@ def train_recipe(
 def plain_sizes(
     networks: list[tuple[dict[str, Any], Cost]], epochs_of: Callable[[Cost], float], num_train: int
 ) -> tuple[Candidate, ...]:
-    """Up to `NUM_SIZES` plain networks, the largest first; the others are for less time than expected.
+    """Up to `NUM_SIZES` plain networks, largest first; the others are for less time than expected.
 
     epochs_of: how many epochs of a network the final training has time for. The largest is the one with the most
     multiply-adds for which these are enough (`enough_epochs`), or the smallest of all; with fewer than `LEAST_EPOCHS`

@@ -3,8 +3,8 @@
 Plain residual networks of up to three sizes, random cells and the found cell are trained for short, equal times and
 measured on held-out training images. The best third is trained again, longer, and the winner gets the rest of the
 run's time. The start of a training run, before its first step, is not part of these times. Cells are sized to the
-multiply-adds of the largest plain network and train as long as it does; smaller plain networks train for as many epochs
-as it does. The largest plain network is in every round: smaller ones learn faster at first, so a short round says
+multiply-adds of the largest plain network and train as long as it does; smaller plain networks train for the same
+number of epochs. The largest plain network is in every round: smaller ones learn faster at first, so a short round says
 little about which size is best in a training run that is many times longer.
 
 First come the rules, as functions, then `Contest`, which applies them and saves every result in the plan at once.
@@ -114,7 +114,7 @@ def _lengths(entered: Sequence[Candidate]) -> float:
 
 
 def survivors(results: Sequence[Result], kinds: Mapping[str, Kind], *, is_long: bool = True) -> tuple[str, ...]:
-    """Who reaches the second round, the best first: the best third, and the largest plain network in any case.
+    """The networks that reach the second round, best first: the best third, and the largest plain network in any case.
 
     is_long: the final training has at least `LONGER` times the epochs of the second round. Smaller plain networks
     cannot win then and are left out. Otherwise the best plain network stays too.
@@ -424,5 +424,5 @@ class Contest:
 
 
 def decided(made: Decision) -> dict[str, Any]:
-    """What a plan keeps of a decision. Plans of earlier versions have `winner` and `why` alone."""
+    """What a plan keeps of a decision. Plans of earlier versions have only `winner` and `why`."""
     return {"winner": made.winner, "why": made.why, "decision": to_dict(made)}

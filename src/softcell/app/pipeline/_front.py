@@ -127,7 +127,7 @@ def time_shares(epochs: Sequence[float]) -> list[float]:
 
 
 def run_front(plan: Plan, screen: Screen, job_of: Callable[[Plan, Screen], Job]) -> Front:
-    """Runs or resumes all budgets of a plan. job_of: makes the run of one budget, or of what all have in common."""
+    """Runs or resumes all budgets of a plan. job_of: creates the run for one budget, or for the part shared by all."""
     plan.status = "running"
     common = job_of(plan, screen)
     inspection = common.inspect()
@@ -311,7 +311,7 @@ def _part(plan: Plan, choice: Choice, number: int) -> Plan:
 
 
 def _run_part(plan: Plan, part: Plan, screen: Screen, budget: str, job_of: Callable[[Plan, Screen], Job]) -> None:
-    """Runs or resumes one budget; however it ends, its time is saved."""
+    """Runs or resumes one budget; its time is saved in any case."""
     screen.print("", f"budget {budget}: {clock(part.request.time)} ({clock(plan.used())} of the whole run used)")
     # How busy the machine is follows from the whole process, so both plans have the same beginning.
     part.data = plan.data

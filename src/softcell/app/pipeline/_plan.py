@@ -79,7 +79,7 @@ class RunRequest:
         several = {
             name: budgets
             for name, text in (("max_params", self.max_params), ("max_flops", self.max_flops))
-            # "1" stands for a missing budget: it is a single one.
+            # "1" replaces a missing budget: it is a single one.
             if len(budgets := split_budgets("--" + name.replace("_", "-"), text or "1")) > 1
         }
         if len(several) > 1:

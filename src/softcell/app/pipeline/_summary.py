@@ -192,7 +192,7 @@ class Summary:
         return next(entry.kind for entry in self.entries if entry.name == name)
 
     def of_kind(self, kind: Kind, number: int) -> list[Result]:
-        """The results of a kind of network in a round, counted from 0; the best first."""
+        """The results of a kind of network in a round, counted from 0; best first."""
         found = [result for result in self.rounds[number].results if self.kind_of(result.name) == kind]
         return sorted(found, key=lambda result: -result.accuracy)
 

@@ -393,7 +393,7 @@ def reconstructions(run: Run) -> Html | None:
 
 
 def _picture(file: Path) -> Html | None:
-    """A PNG file as an element; None where there is none that can be read."""
+    """A PNG file as an element; None if there is no readable one."""
     try:
         with Image.open(file, formats=["PNG"]) as opened:
             image = opened.convert("L" if opened.mode == "L" else "RGB")

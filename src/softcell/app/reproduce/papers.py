@@ -32,7 +32,7 @@ PROTOCOL = (
     "The test set is read once per training run, at the end; nothing is selected by it.",
 )
 TEACHER = "TEACHER"
-"""Stands for the folder of the paper's teacher in the settings of a search."""
+"""Placeholder for the folder of the paper's teacher in the settings of a search."""
 
 
 @dataclass(frozen=True)

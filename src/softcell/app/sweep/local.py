@@ -1,7 +1,8 @@
 """The jobs of a sweep on one machine: processes that run their commands, and searches that share a GPU.
 
 Two processes on one GPU wait for each other; runs in one process overlap (`softcell.engine.interleave`), and each gives
-the same result as alone. With more jobs than GPUs, a sweep therefore starts one process per GPU (`SharedProcess`) for
+the same result as it would alone. With more jobs than GPUs, a sweep therefore starts one process per GPU
+(`SharedProcess`) for
 all searches on it. It runs `main`: it reads folders of jobs from its standard input and answers with the exit code of
 each search, one line of JSON each.
 """
