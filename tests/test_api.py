@@ -333,6 +333,8 @@ def test_a_finished_run_is_shown_with_its_verdict_and_report(tmp_path: Path) -> 
 def test_wrong_types_are_rejected_with_what_is_expected() -> None:
     with pytest.raises(UserError, match="a genotype must be a Genotype, a result, a path or notation, but got int"):
         api.train(5)  # type: ignore[arg-type]
+    with pytest.raises(UserError, match="images must be files or folders, but got int"):
+        api.predict("run", 5)  # type: ignore[arg-type]
     with pytest.raises(UserError, match="no run has an accuracy to compare: no runs were given"):
         api.compare([])
 

@@ -58,7 +58,7 @@ class TrainRecipe:
     been compared with one module by module (benchmarks/NOTES.md).
     `norms`: with several processes, BatchNorm in training steps uses the statistics of the whole batch ("shared", equal
     to one process up to rounding) or of each process's part ("local", without communication).
-    `init`: the folder of a finished training run whose weights, as far as they fit, this one starts from; None: random.
+    `init`: the folder of a finished training run from whose matching weights this one starts; None: random.
     `allow_empty`: train a genotype even if all paths through one of its cells are `none`.
 
     Example:

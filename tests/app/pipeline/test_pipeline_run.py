@@ -366,7 +366,9 @@ def test_threads_are_timed_unless_requested_or_the_machine_is_busy(
     current = [1]
 
     def train(genotype: Any, recipe: Any, out: Path, *, on_event: OnEvent) -> None:
-        current[0] = recipe.threads or 7  # a training with a time and no threads times steps and sets what is faster
+        current[0] = (
+            recipe.threads or 7
+        )  # a training run with a time limit and threads=0 times steps and sets the faster number
         assert recipe.time > 0
         for step in range(1, 100):
             on_event(Stepped(0, step, 100, 0.0, None))

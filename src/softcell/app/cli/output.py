@@ -67,7 +67,7 @@ def check_output_path(file: Path, overwrite: bool) -> Path | None:
 
 
 def output_path(file: Path, created: Path | None) -> str:
-    """The path of a written file for people; `created` is what `check_output_path` returned."""
+    """The path of a written file for a message; `created` is what `check_output_path` returned."""
     return str(file) if created is None else f"{file} (created the folder {created})"
 
 

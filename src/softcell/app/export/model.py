@@ -7,7 +7,7 @@ import json
 import logging
 import shlex
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -296,7 +296,7 @@ def predict(
         >>> found.file.name, len(found.classes), found.probabilities[0] >= found.probabilities[1]
         ('grey.png', 2, True)
     """
-    given = [images] if isinstance(images, str | Path) else list(images)
+    given = list(images) if isinstance(images, Iterable) and not isinstance(images, str) else [images]
     strange = next((one for one in given if not isinstance(one, str | Path)), None)
     if strange is not None:
         raise UserError(

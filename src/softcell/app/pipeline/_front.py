@@ -110,7 +110,7 @@ def time_shares(epochs: Sequence[float]) -> list[float]:
 
     Example:
         >>> from softcell.app.pipeline._front import time_shares
-        >>> time_shares([1.0, 1.0, 6.0])  # the first two get the least share, a sixth
+        >>> time_shares([1.0, 1.0, 6.0])  # the first two get the minimum share, a sixth
         [0.16..., 0.16..., 0.66...]
     """
     least = LEAST_SHARE / len(epochs)
