@@ -1,4 +1,4 @@
-"""The candidate modules of a cell's edges, and how their outputs combine to the value of a node."""
+"""The candidate modules of a cell's edges, and how their outputs are combined to the value of a node."""
 
 from __future__ import annotations
 

@@ -116,7 +116,7 @@ def compute_type(x: Tensor) -> torch.dtype:
 
 
 def can_fuse() -> bool:
-    """Whether this machine can fuse cells; without Triton the kernels' plain twins would be slower than modules."""
+    """Whether this machine can fuse cells; without Triton, the kernels' plain twins would be slower than modules."""
     return has_triton()
 
 

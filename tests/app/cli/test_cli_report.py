@@ -95,3 +95,13 @@ def test_tensorboard_is_logged_for_every_run_or_rejected_before_it_starts(
     assert call("train", CELL, *TINY_TRAIN, "--tensorboard", "--random", "1", "--out", "t", "-q").code == 0
     for folder in ("t", "t/random-1"):
         assert len(list((tmp_path / folder / "tensorboard").glob("events.out.tfevents.*"))) == 1
+
+
+def test_a_dry_run_of_a_sweep_lists_its_jobs_below_the_given_folder(call: Softcell, tmp_path: Path) -> None:
+    (tmp_path / "plan.yaml").write_text(
+        "{methods: [darts], spaces: [nb201], seeds: 2, search: {data: digits, epochs: 1}}"
+    )
+    answer = call("sweep", "plan.yaml", "--out", "runs/plan", "--dry-run")
+    assert answer.code == 0
+    assert answer.out.splitlines() == [f"to do     runs/plan/darts-nb201-seed{seed}" for seed in (0, 1)]
+    assert not (tmp_path / "runs").exists()

@@ -264,7 +264,7 @@ def sweep(
     every = jobs_of(found, folder)
     if dry_run:
         for job in every:
-            screen.print(f"{'finished' if job.is_finished() else 'to do':<9} {job.folder}", markup=False)
+            screen.print(f"{'finished' if job.is_finished() else 'to do':<9} {folder / job.name}", markup=False)
         return 0
     options = merge(plain_options(found) if on != "local" else {}, assignments(cluster or (), "--cluster"))
     # Jobs cannot ask the user: they trust the contents that are trusted here, not later versions of the same files.
