@@ -9,7 +9,8 @@ ring all-reduces of n ranks take
 
 and the efficiency is step time / (step time + exposed communication). Every GPU has the batch of the recorded step.
 Without overlap all communication is exposed. With overlap the buckets that are sent during the backward pass of the
-weights are hidden by it as far as they fit; the last bucket of a pass and the exchange of norm statistics never are.
+weights are hidden behind it as long as it lasts; the last bucket of a pass and the exchange of norm statistics never
+are.
 
 python -m benchmarks.scaling
 python -m benchmarks.scaling --method darts --space darts --step-ms 27 --norms local --bucket-mb 1
@@ -257,7 +258,7 @@ def main(arguments: list[str] | None = None) -> None:
     for method, space in chosen:
         known = (options.step_ms, "given") if options.step_ms is not None else recorded_ms(method, space)
         if known is None:
-            parser.error(f"no time of a step of {method} in {space} is recorded; measure it and give --step-ms")
+            parser.error(f"no time of a step of {method} in {space} is recorded; measure it and pass --step-ms")
         for norms in get_args(Norms) if options.norms is None else (options.norms,):
             step_ms, source = known
             row = modelled(method, space, norms, step_ms, source, connected, int(options.bucket_mb * 2**20))

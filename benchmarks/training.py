@@ -2,7 +2,7 @@
 
 plain: the formulation of other toolkits (one module after the other, channels-first, float32, eager). modules: the same
 modules channels-last in bfloat16, recorded. fused: cells as one operation each, bfloat16, recorded. On a CPU: small
-networks beside plain PyTorch in both layouts (`benchmarks.training_cpu`).
+networks next to plain PyTorch in both layouts (`benchmarks.training_cpu`).
 
 python -m benchmarks.training --rounds 20 --out record.json
 python -m benchmarks.training --network darts --way modules --way fused

@@ -1,9 +1,9 @@
-"""Training steps of derived networks on a CPU, beside plain PyTorch; the CPU part of `python -m benchmarks.training`.
+"""Training steps of derived networks on a CPU next to plain PyTorch; the CPU part of `python -m benchmarks.training`.
 
 softcell: the step of `softcell train`. plain: the same network made of torch's own modules in an ordinary loop
 (`zero_grad`, `backward`, `clip_grad_norm_`, `step`), channels-first and channels-last. All three take turns in one
-process on the same batch, so that their ratios hold whatever else the machine does. Gathering and augmenting images,
-which would be the same in all three, are left out.
+process on the same batch, so that their ratios are robust to other load on the machine. Gathering and augmenting
+images, which would be the same in all three, are left out.
 """
 
 from __future__ import annotations

@@ -77,21 +77,21 @@ papers' numbers with their own recipes; the other columns are ours.
 PROTOCOL = """\
 **Protocol**, fixed before the first look-up. All methods use the supernet, data split, batch size, weight optimiser and
 length (50 epochs) of IT-NAS's recipe, and keep their own settings otherwise. Nothing is tuned on the
-table. Nothing is claimed for a method with fewer than {goal} seeds; its numbers are shown as they are. Random
-search, evolution and zero-cost search have no supernet: they train or score individual cells. *Random, same time* is
-the result of random search after the same number of seconds. *Best of N random cells* is exact and comes from the
-table: N cells, each trained for 200 epochs, of which the best by CIFAR-10 validation accuracy is kept. The time to
+table. Nothing is claimed about methods with fewer than {goal} seeds; their numbers are listed for information only.
+Random search, evolution and zero-cost search have no supernet: they train or score individual cells. *Random, same
+time* is the result of random search after the same number of seconds. *Best of N random cells* is exact and comes from
+the table: N cells, each trained for 200 epochs, of which the best by CIFAR-10 validation accuracy is kept. The time to
 train them is not counted. *Tau* is Kendall's tau between a method's indicator and the accuracies of the cells,
 averaged over edges and seeds. The last rows, starting with *GDAS with the released code's gradient*, were added after
 the first look-up, to find out why some methods miss their published means: they follow the authors' code instead of
 the common recipe, or change one part of IT-NAS. The pages of [GDAS](papers/gdas.md#evidence),
 [β-DARTS](papers/beta-darts.md#evidence), [PC-DARTS](papers/pc-darts.md#evidence) and
 [IT-NAS](papers/it-nas.md#with-fixed-values) explain what each row tests. EnTranNAS-DST has no row: it may keep several
-operations on an edge, and the table has accuracies only for cells with one. Seconds of zero-cost search are those of a
-CPU that other programs used at the same time: on CIFAR-100, seeds 1 and 2 took 13 to 25 times as long as the others.
-Seed 2 of SNAS, DrNAS and *GDAS with the released code's gradient* shared the GPU with three slower searches in another
-process, which had finished 34 of 50 epochs by then and were stopped; they have no rows. An equal share of the device's
-time is about 20 % too low for these three.
+operations on an edge, and the table has accuracies only for cells with one. Zero-cost search was timed on a CPU shared
+with other programs: on CIFAR-100, seeds 1 and 2 took 13 to 25 times as long as the others. Seed 2 of SNAS, DrNAS and
+*GDAS with the released code's gradient* shared the GPU with three slower searches in another process, which had
+finished 34 of 50 epochs by then and were stopped; they have no rows. Dividing the device time equally underestimates
+these three by about 20 %.
 """
 
 ENDING = """## Earlier searches
@@ -163,7 +163,7 @@ def random_rows(record: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]
 
 
 def summary(record: Mapping[str, Any]) -> str:
-    """The README's table: methods of the common recipe that were measured on CIFAR-10, the best first."""
+    """The README's table: methods of the common recipe that were measured on CIFAR-10, best first."""
     found = [own for own in record["summary"] if own["data"] == "cifar10" and own["arm"] not in ON_REQUEST]
     found.sort(key=lambda own: own["accuracies"]["cifar10_test"]["mean"], reverse=True)
     rows = []
@@ -183,17 +183,17 @@ def with_summary(readme: str, record: Mapping[str, Any]) -> str:
 
 
 def reading(record: Mapping[str, Any]) -> str:
-    """Which methods with enough seeds find more on CIFAR-10 than random cells."""
+    """The methods with enough seeds that find better cells on CIFAR-10 than random sampling."""
     own = [one for one in record["summary"] if one["data"] == "cifar10" and one["n"] >= GOAL]
     means = {LABELS[one["arm"]]: float(one["accuracies"]["cifar10_test"]["mean"]) for one in own}
     limits = [(name, float(values["cifar10_test"][0])) for name, values in random_rows(record)]
     lines, upper = [], math.inf
     for name, limit in sorted(limits, key=lambda one: -one[1]):
-        lines.append(f"- more than {_the(name)} ({limit:.2f}%): {_listed(means, limit, upper)}")
+        lines.append(f"- better than {_the(name)} ({limit:.2f}%): {_listed(means, limit, upper)}")
         upper = limit
-    lines.append(f"- not more than a random cell: {_listed(means, -math.inf, upper)}")
+    lines.append(f"- no better than a random cell: {_listed(means, -math.inf, upper)}")
     return (
-        f"**Reading.** Methods with {GOAL} seeds or more, by their mean CIFAR-10 test accuracy. The time to train the "
+        f"**Summary.** Methods with {GOAL} seeds or more, by their mean CIFAR-10 test accuracy. The time to train the "
         "random cells is not counted.\n\n" + "\n".join(lines)
     )
 
@@ -203,7 +203,7 @@ def _the(name: str) -> str:
 
 
 def _listed(means: Mapping[str, float], above: float, upper: float) -> str:
-    """The methods with a mean in (above, upper], the best first."""
+    """The methods with a mean in (above, upper], best first."""
     found = sorted(((mean, name) for name, mean in means.items() if above < mean <= upper), reverse=True)
     return "; ".join(f"{name} ({mean:.2f})" for mean, name in found) or "none"
 
@@ -212,11 +212,11 @@ def left_out(rows: Sequence[Mapping[str, Any]], data: str) -> str:
     """The methods that are not in the drawing, with the reason."""
     own = {row["arm"] for row in rows if row["data"] == data}
     missing = [LABELS[arm] for arm in ARMS if arm in own - {row["arm"] for row in on_one_device(rows, data)}]
-    return f"Not drawn, because its seconds are those of a CPU: {', '.join(missing)}.\n\n" if missing else ""
+    return f"Not plotted, because it was timed on a CPU: {', '.join(missing)}.\n\n" if missing else ""
 
 
 def cells(rows: Sequence[Mapping[str, Any]], data: str) -> str:
-    headings = ["", "seed", "cell", "CIFAR-10 test", "seconds", "made with"]
+    headings = ["", "seed", "cell", "CIFAR-10 test", "seconds", "hardware, commit, date"]
     lines = []
     for own in rows:
         if own["data"] == data:

@@ -186,7 +186,7 @@ def parsed(arguments: list[str] | None = None) -> argparse.Namespace:
         out=Path("results/fullattention"),
     )
     parser.add_argument("--first", type=int, default=20, help="epochs of phase 1; the arm alone adds them to --epochs")
-    parser.add_argument("--train-epochs", type=int, default=500, help="epochs of each training")
+    parser.add_argument("--train-epochs", type=int, default=500, help="epochs of each training run")
     parser.add_argument("--channels", type=int, help="width of the trained networks; the recipe's by default")
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=["both", "alone"], help="what is compared")
     parser.add_argument(

@@ -146,7 +146,7 @@ def read_before(
     try:
         found, content = {}, json.loads(record.read_text("utf-8"))
     except ValueError as error:
-        raise UserError(f"{record} is no record of this study ({error}); give another --out, or remove it") from error
+        raise UserError(f"{record} is no record of this study ({error}); choose another --out, or remove it") from error
     for row in content["rows"]:
         if "recipe" not in row:
             continue
@@ -157,7 +157,7 @@ def read_before(
         if other:
             raise UserError(
                 f"searches that are compared must have one setting, but {row['method']} {row['seed']} in {record} has "
-                f"another {', '.join(other)}; give another --out, or remove the record"
+                f"another {', '.join(other)}; choose another --out, or remove the record"
             )
         found[row["method"], row["seed"]] = row
     same = content.get("space_settings") == recipe_of("itnas", 0, options).space_settings

@@ -46,7 +46,7 @@ class _Noise(nn.Module):
 
 
 class Read(ItMix):
-    """Runs the supernet unchanged and records the attention that one part of the tokens alone would give."""
+    """Runs the supernet unchanged and records the attention that one part of the tokens alone would produce."""
 
     def __init__(self, method: ItNas, kind: str) -> None:
         super().__init__(method, method.selection.clear())

@@ -304,7 +304,7 @@ def anytime_svg(rows: Sequence[Mapping[str, Any]], data: str, column: str) -> st
     measured, part = column.split("_")
     where = f"searched on {SETS.get(data, data)}"
     title = f"{SETS[measured]} {part} accuracy of the derived cell, {where}, in %"
-    return curves_svg(lines, arms, title, bands, x_label="seconds of the device")
+    return curves_svg(lines, arms, title, bands, x_label="device seconds")
 
 
 def show(console: Console, table: Nb201Table, found: Sequence[Mapping[str, Any]]) -> None:
@@ -351,7 +351,7 @@ def main(arguments: list[str] | None = None) -> None:
     peaks: dict[Path, PeakMemory] = {}
     try:
         run_searches(jobs, deadline, options.device, at_once, peaks)
-    finally:  # keep finished searches, whatever stops the others
+    finally:  # keep finished searches, no matter what stops the others
         for pair in left:
             folder = options.runs / label(*pair, options)
             if finished(folder):
@@ -424,7 +424,11 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
         "--seeds", nargs="*", type=int, default=[0, 1, 2, 3], metavar="SEED", help="seeds of each arm; none: no search"
     )
     parser.add_argument(
-        "--others", type=int, default=0, metavar="N", help="searches that other commands run on this GPU meanwhile"
+        "--others",
+        type=int,
+        default=0,
+        metavar="N",
+        help="searches that other commands run on this GPU at the same time",
     )
     parser.add_argument("--indicators", action="store_true", help="also measure indicators on every trained supernet")
     parser.add_argument("--proxies", type=int, default=0, metavar="K", help="untrained supernets for Zero-Cost-PT")

@@ -3,7 +3,7 @@
 Searches that differ in the two dynamic candidates or in the initial logits:
 
     paper      Appendix A.1 as printed; logits start with deviation 1e-3
-    box        the kernel is a mean over its k² taps, whatever the image: nothing of the generator is left
+    box        the kernel is a mean over its k² taps for every image: the generator has no effect
     identity   Appendix A.1, but kernels start as the identity: the centre tap is 6 above the others before the softmax
     normal     Appendix A.1; logits start with deviation 1, "in the normal distribution" taken literally
 

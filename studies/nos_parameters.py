@@ -3,7 +3,7 @@
     python -m studies.nos_parameters --number 1000
 
 A network is a fixed skeleton plus one module per pick and cell, so each kind of module is built once (without
-memory) and the rest is addition; `count_genotype` on the whole network gives the same (tested).
+memory) and the rest is addition; `count_genotype` on the whole network returns the same (tested).
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ def study_parser(
         if name in (*_ALWAYS, *names, *defaults):
             own = {"default": defaults[name]} if name in defaults else {}
             if name == "out" and one_file:
-                own["help"] = "JSON file of the record; drawings go beside it"
+                own["help"] = "JSON file of the record; drawings are written next to it"
             parser.add_argument(f"--{name.replace('_', '-')}", **{**option, **own})
     return parser
 

@@ -57,7 +57,7 @@ def recorded_searches(
             # As in a resumed run: newer settings have their defaults.
             if other := differing(resolve(own).to_dict(), recipes[arm, seed].to_dict()):
                 raise UserError(
-                    f"{file} has {arm} with seed {seed} by another recipe: {', '.join(other)} differ; give the same "
+                    f"{file} has {arm} with seed {seed} by another recipe: {', '.join(other)} differ; pass the same "
                     f"settings, or omit --searched to search again"
                 )
             if row["trained"] != NOT_MEASURED:

@@ -312,7 +312,7 @@ def test_run_passes_its_request_to_the_pipeline(tmp_path: Path, monkeypatch: pyt
     assert (Path(asked.data_root or "") / asked.data).is_file()
     assert repr(ended) == f"RunResult({tmp_path / 'run'}: interrupted)" and ended.exit_code == 130
     assert api.run(out=tmp_path / "run", resume=True).summary is None
-    with pytest.raises(UserError, match="must be in increasing order, but got 200000,5e4; give 5e4,200000"):
+    with pytest.raises(UserError, match="must be in increasing order, but got 200000,5e4; pass 5e4,200000"):
         api.run("digits", max_params=[200_000, "5e4"], out=tmp_path / "other")
     assert plans[1].request == asked
     with pytest.raises(UserError, match="keeps its settings"):
@@ -328,3 +328,18 @@ def test_a_finished_run_is_shown_with_its_verdict_and_report(tmp_path: Path) -> 
     result = api.RunResult(tmp_path, summary=None, verdict=("It was <worth> it.",), exit_code=0)
     shown = result._repr_html_() or ""
     assert "It was &lt;worth&gt; it." in shown and "&lt;!doctype html&gt;page" in shown
+
+
+def test_wrong_types_are_rejected_with_what_is_expected() -> None:
+    with pytest.raises(UserError, match="a genotype must be a Genotype, a result, a path or notation, but got int"):
+        api.train(5)  # type: ignore[arg-type]
+    with pytest.raises(UserError, match="images must be files or folders, but got int"):
+        api.predict("run", 5)  # type: ignore[arg-type]
+    with pytest.raises(UserError, match="no run has an accuracy to compare: no runs were given"):
+        api.compare([])
+
+
+def test_set_accepts_one_assignment_as_a_string() -> None:
+    assert from_options({"set": "weights.lr=0.1"}) == from_options({"set": ["weights.lr=0.1"]})
+    with pytest.raises(UserError, match=r"--set takes key=value .*, got 'weights.lr'"):
+        from_options({"set": "weights.lr"})

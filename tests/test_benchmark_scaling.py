@@ -41,7 +41,9 @@ def test_efficiency_matches_hand_computed_values_without_and_with_overlap() -> N
     step = [Collective(8_000_000, "gradients", True), Collective(4_000_000, "gradients"), Collective(0, "norms")]
     assert efficiency(step, 0.1, 0.05, FOUR, overlap=False) == pytest.approx(100 / 118.18)
     assert efficiency(step, 0.1, 0.05, FOUR, overlap=True) == pytest.approx(100 / 106.12), "the first is hidden"
-    assert efficiency(step, 0.1, 0.01, FOUR, overlap=True) == pytest.approx(100 / 108.18), "as far as it fits"
+    assert efficiency(step, 0.1, 0.01, FOUR, overlap=True) == pytest.approx(100 / 108.18), (
+        "hidden only while the backward pass lasts"
+    )
 
 
 def test_two_machines_are_one_ring_over_the_network() -> None:
@@ -106,7 +108,7 @@ def test_the_table_says_that_it_is_a_model(capsys: pytest.CaptureFixture[str], m
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--method", "nos", "--space", "nos"], "give --step-ms"),
+        (["--method", "nos", "--space", "nos"], "pass --step-ms"),
         (["--method", "nos"], "given together"),
         (["--step-ms", "0"], "--step-ms must be positive, but is 0.0"),
     ],

@@ -5,7 +5,7 @@ from softcell.api import search, train
 result = search("darts", data="digits", epochs=5)
 trained = train(result)
 
-Results, genotypes, comparisons and reports show themselves in a notebook. Progress is shown in terminals and notebooks;
+Results, genotypes, comparisons and reports are displayed in notebooks. Progress is shown in terminals and notebooks;
 `quiet=True` hides it, `quiet=False` shows it anywhere.
 """
 
@@ -121,17 +121,17 @@ def search(
     wandb: bool = False,
     **settings: Unpack[SearchSettings],
 ) -> SearchResult:
-    """Searches for an architecture and leaves a run folder with drawings; by default DARTS in its space on `digits`.
+    """Searches for an architecture and writes a run folder with drawings; by default DARTS in its space on `digits`.
 
     space: a name, or an object such as `build_space("darts", {"cells": 5})`.
     data: a name, a path, or images in memory (`Data`).
     settings: keys of `SearchRecipe`, with mappings or objects for its parts (`epochs=5, weights={"lr": 0.1}`), and the
-        options of `softcell search` (`max_params="1M", set={"space.cells": 5}`). They win over `config`, a YAML or JSON
+        options of `softcell search` (`max_params="1M", set={"space.cells": 5}`). They override `config`, a YAML or JSON
         file or an earlier run.
     recipe: a complete recipe instead of method, space, data, config and settings.
     out: a new folder; `runs/<method>-<space>-<data>-<n>` when None. `resume` continues the run in it, and returns the
         result of one that is finished.
-    trust: run code that `config`, a resumed run or a teacher brings along; `plugins` named here are trusted anyway.
+    trust: run code that comes with `config`, a resumed run or a teacher; `plugins` named here are trusted anyway.
 
     Example:
         >>> from softcell.api import search
@@ -183,7 +183,7 @@ def train(
     data: a name, a path, or images in memory (`Data`).
     recipe: `small`, `cifar` or `imagenet`, by default the one that suits the data; or a complete recipe, which needs a
         `Genotype` and no further settings.
-    settings: keys of `TrainRecipe` and options of `softcell train` (`epochs=5, cells=8`); they win over `config`.
+    settings: keys of `TrainRecipe` and options of `softcell train` (`epochs=5, cells=8`); they override `config`.
     out: a new folder; `runs/train-<space>-<data>-<n>` when None. `resume` continues the run in it, and returns the
         result of one that is finished.
     trust: run plugins that the genotype's run, `config` or a resumed run names; those named here are trusted anyway.
@@ -243,9 +243,9 @@ def search_seeds(
 ) -> SearchedSeeds:
     """`search` with several seeds, on a GPU at the same time, each in its own folder in `out`.
 
-    seeds: how many, counted from `seed` on; with a complete recipe, the seeds themselves.
-    keep: whose checkpoints stay when all are finished. at_once: how many share the device; None for all of them on a
-        GPU and one elsewhere. on_event: makes the listener of a seed's run.
+    seeds: the number of seeds, starting at `seed`; with a complete recipe, the list of seeds.
+    keep: which checkpoints to keep once all runs are finished. at_once: the number of runs that share the device; None
+        for all of them on a GPU and one elsewhere. on_event: creates the listener for a seed's run.
 
     Example:
         >>> from softcell.api import search_seeds
@@ -334,7 +334,8 @@ def train_seeds(
 class RunResult(Shown):
     """The result of `run`; `summary` is None if it was interrupted.
 
-    With several budgets, `front` has the networks of all, `summary` is that of the largest, and `verdict` names each.
+    With several budgets, `front` lists their networks, `summary` describes the largest one, and `verdict` covers each
+    of them.
 
     Example:
         >>> from softcell.api import RunResult
@@ -430,7 +431,7 @@ def predict(
     device: str = "auto",
     trust: bool = False,
 ) -> list[ImagePrediction]:
-    """The `top` most likely classes of image files, as `softcell predict` gives them; a folder means all images in it.
+    """The `top` most likely classes of image files, as printed by `softcell predict`; a folder means all images in it.
 
     run: a finished training run or its folder, a result or folder of `run`, an exported folder, or an ONNX file.
     trust: run plugins that the folder names.
@@ -460,7 +461,7 @@ def compare(runs: AnyRun | Sequence[AnyRun]) -> Comparison:
     check_intact(folders)
     found = comparisons.compare(read_runs(folders))
     if not found.groups:
-        raise UserError(f"no run has an accuracy to compare: {'; '.join(found.notes)}")
+        raise UserError(f"no run has an accuracy to compare: {'; '.join(found.notes) or 'no runs were given'}")
     return found
 
 
@@ -480,7 +481,7 @@ def report(runs: AnyRun | Sequence[AnyRun], out: str | Path | None = None, *, ov
     own = given[0] / REPORT if len(given) == 1 else None
     path = Path(out) if out is not None else own or Path(REPORT)
     if path.exists() and path != own and not overwrite:
-        raise UserError(f"{path} already exists; give another name, or overwrite=True to replace it")
+        raise UserError(f"{path} already exists; choose another name, or overwrite=True to replace it")
     path.parent.mkdir(parents=True, exist_ok=True)
     return Report(write_report(folders, path))
 
@@ -510,7 +511,8 @@ def compare_indicators(
     notify: Callable[[str], None] | None = None,
     trust: bool = False,
 ) -> dict[str, Any]:
-    """Indicators for every candidate of a search's supernet, the best ones by each, and Kendall's tau between them.
+    """Indicators for every candidate of a search's supernet, the best candidates by each, and Kendall's tau between
+    them.
 
     by: `alpha`, `attention`, `perturbation`, `discretisation`; when None, those of the first three that the run has.
         See `softcell.search.indicators`.
@@ -533,7 +535,7 @@ def compare_indicators(
 
 
 def _data(data: Data | None, out: str | Path | None) -> tuple[dict[str, str], KeptArrays | None]:
-    """The settings that name a dataset, and what to write next to the run folder if the data are in memory.
+    """The settings that name a dataset, and what to write next to the run folder if the data is in memory.
 
     It is written once the recipe is complete: a call with a wrong setting leaves nothing.
     """
@@ -545,8 +547,12 @@ def _data(data: Data | None, out: str | Path | None) -> tuple[dict[str, str], Ke
 
 
 def _source(genotype: Architecture | None, recipe: str | TrainRecipe | None = None) -> Genotype | str | Path | None:
-    """Results by their folder, so that training also finds the data and the space, unless the recipe has them."""
+    """Replaces a result by its folder, which also names data and space; for a complete recipe, by its genotype."""
     if not isinstance(genotype, SearchResult | TrainResult):
+        if not isinstance(genotype, Genotype | str | Path | None):
+            raise UserError(
+                f"a genotype must be a Genotype, a result, a path or notation, but got {type(genotype).__name__}"
+            )
         return genotype
     return genotype.genotype if isinstance(recipe, TrainRecipe) else genotype.folder
 

@@ -1,4 +1,4 @@
-"""Files: untrusted ones are read as bounded, plain data or give a `UserError`; ours are written atomically.
+"""Files: untrusted ones are read as bounded, plain data or raise a `UserError`; ours are written atomically.
 
 The usual parsers raise many kinds of errors: `RecursionError` on deep nesting, `ValueError` on numbers of 5,000
 digits, anything on odd YAML. What they accept may break later code: lone surrogates cannot be printed, dates cannot be
@@ -42,7 +42,7 @@ def read_text(file: str | os.PathLike[str], *, most_bytes: int = MOST_BYTES, err
         # Non-blocking: opening a pipe without a writer would wait forever.
         with open(file, "rb", opener=lambda path, flags: os.open(path, flags | getattr(os, "O_NONBLOCK", 0))) as stream:
             if not stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
-                raise UserError(f"{file} must be a regular file, but is a pipe or a device; give a file")
+                raise UserError(f"{file} must be a regular file, but is a pipe or a device; pass a file")
             content = stream.read(most_bytes + 1)
     except FileNotFoundError:
         raise

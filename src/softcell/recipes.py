@@ -147,7 +147,11 @@ def from_options(options: Mapping[str, Any]) -> dict[str, Any]:
         elif is_dataclass(value) and not isinstance(value, type):
             layers.append({key: to_dict(value)})
         elif key == "set":
-            layers.append(nested(value) if isinstance(value, Mapping) else assignments(value or ()))
+            layers.append(
+                nested(value)
+                if isinstance(value, Mapping)
+                else assignments([value] if isinstance(value, str) else value or ())
+            )
         elif key in _BUDGETS:
             # Absolute, so that the run can be repeated from any folder.
             path = absolute(value) if key == "latency_table" and value is not None else value
@@ -210,7 +214,7 @@ def train_recipe(
             raise UserError(f"a resumed run keeps its genotype, but {resume_from} trains another; leave it out")
         return kept, recipe
     if wanted is None:
-        raise UserError("training needs a genotype: give a file, a run folder or a notation")
+        raise UserError("training needs a genotype: pass a file, a run folder, or DARTS or NAS-Bench-201 notation")
     return wanted, resolve_training(wanted, base, given)
 
 
@@ -236,7 +240,7 @@ def search_seeds_recipe(
     """Seeds, recipe and folder of a search with several seeds; a resumed search has all three in its folder."""
     if resume:
         known, begun, folder = _resumed_seeds(out, "search", seeds)
-        # The recipes of all seeds differ in the seed only, so the first run that has begun stands for the others.
+        # The recipes of all seeds differ in the seed only, so the first run that has begun represents the others.
         kept = layered(given, {"seed": _seed_of(begun)})
         return known, search_recipe(kept, config=config, resume_from=begun), folder
     recipe = search_recipe(given, config=config)
@@ -305,7 +309,7 @@ def _check_alone() -> None:
 def resumed_folder(out: str | Path | None) -> Path:
     """The folder of the run to resume, which must be given."""
     if out is None:
-        raise UserError("`resume` needs the folder of the run to resume: give it as `out`")
+        raise UserError("`resume` needs the folder of the run to resume: pass it as `out`")
     return Path(out)
 
 
@@ -324,7 +328,7 @@ def trust_named(given: Mapping[str, Any]) -> None:
 
 
 def _without_trust(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings without `guide.trust`, which only the user may give."""
+    """Settings without `guide.trust`, which only the user may pass."""
     guide = settings.get("guide")
     if not isinstance(guide, Mapping):
         return dict(settings)

@@ -4,7 +4,7 @@ On a GPU the runs share the device (`softcell.engine.interleave`), elsewhere the
 same result as it would alone. Resuming continues unfinished runs and repeats nothing. `run_all` does this for runs of
 any kind; random architectures are trained with it too (`softcell.app.baseline`).
 
-Of several searches the best one by validation accuracy gives the folder its `genotype.json`. Of several training runs
+Of several searches the best one by validation accuracy provides the folder's `genotype.json`. Of several training runs
 none is the best: choosing it by its accuracy on the test set would make that a training set.
 """
 
@@ -54,8 +54,9 @@ def read_seeds(folder: Path, kind: str = "search") -> list[int]:
         found = read_json(folder / SEEDS)
         known, seeds = found.get("kind", "search"), [int(one["seed"]) for one in found["seeds"]]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        reason = getattr(error, "strerror", None) or error
         raise UserError(
-            f"{folder} is not a {kind} with several seeds: {SEEDS} is missing or damaged ({error})"
+            f"{folder} is not a {kind} with several seeds: {SEEDS} is missing or damaged ({reason})"
         ) from error
     if known != kind:
         raise UserError(
@@ -98,8 +99,8 @@ def search_seeds(
     """Searches with every seed, each in `out`/seed-N.
 
     keep: `best` removes the checkpoints of all but the best when all are finished; records and genotypes stay.
-    at_once: how many share the device; None for all of them on a GPU and one elsewhere.
-    on_event: makes the listener of a seed's run.
+    at_once: the number of runs that share the device; None for all of them on a GPU and one elsewhere.
+    on_event: creates the listener for a seed's run.
     """
     set_deterministic(recipe.deterministic)  # before CUDA starts, which is when cuBLAS reads its setting
     with _locked_folder(out, seeds, "search", resume=resume, overwrite=overwrite) as folder:
@@ -217,8 +218,8 @@ def train_seeds(
 ) -> TrainedSeeds:
     """Trains one network with every seed, each in `out`/seed-N.
 
-    at_once: how many share the device; None as in `num_sharing`.
-    on_event: makes the listener of a seed's run.
+    at_once: the number of runs that share the device; None as in `num_sharing`.
+    on_event: creates the listener for a seed's run.
     """
     set_deterministic(recipe.deterministic)  # before CUDA starts, which is when cuBLAS reads its setting
     with _locked_folder(out, seeds, "train", resume=resume, overwrite=overwrite) as folder:
@@ -290,7 +291,7 @@ def num_sharing(num_runs: int, device: torch.device, at_once: int | None, time: 
     """How many of several runs share a device: `at_once` if given, else all of them on a GPU and one elsewhere.
 
     time: the time limit of each training run, 0 for none. A run with one gets the device to itself unless `at_once` is
-    given: beside others it would make fewer steps in its time than alone.
+    given: with others it would make fewer steps in its time than alone.
     """
     return at_once or (num_runs if device.type == "cuda" and not time else 1)
 

@@ -280,7 +280,7 @@ MOST_RANDOM = 1_000
 SEEDS = 2**63
 """Above every seed: torch overflows beyond 64 bits, and other readers of a `run.json` may use one for the sign."""
 MOST_SEEDS = 10_000
-"""Most runs for `--seeds`; larger values are probably a seed passed by mistake."""
+"""Maximum number of runs for `--seeds`; larger values are probably a seed passed by mistake."""
 
 
 def bounded_epochs(name: str, value: int) -> None:

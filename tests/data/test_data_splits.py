@@ -96,7 +96,7 @@ def test_fingerprint_is_of_the_values_and_their_order():
         ({"a": 11}, "must not exceed"),
         ({"a": 0.0}, "'a' is 0.0"),
         ({"a": -1}, "'a' is -1"),
-        ({"a": 1.5}, "give a count as an int"),
+        ({"a": 1.5}, "pass a count as an int"),
         ({"a": True}, "'a' is True"),
         ({"a": float("nan")}, "'a' is nan"),
         ({"a": 0.96, "b": 0.04}, "'b' would get none .* add images"),

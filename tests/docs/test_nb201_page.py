@@ -45,7 +45,7 @@ def test_the_reading_compares_all_methods_with_enough_seeds_with_random_cells() 
     record = json.loads((nb201_page.RESULTS / "nb201.json").read_text(encoding="utf-8"))
     rows = [json.loads(file.read_text()) for file in (nb201_page.RESULTS / "rows").glob("*-cifar10-*.json")]
     page = nb201_page.PAGE.read_text(encoding="utf-8")
-    lines = re.findall(r"^- (.+?): (.+)$", page.split("**Reading.**")[1].split("## ")[0], re.MULTILINE)
+    lines = re.findall(r"^- (.+?): (.+)$", page.split("**Summary.**")[1].split("## ")[0], re.MULTILINE)
     limits = [float(value) for head, _ in lines for value in re.findall(r"([\d.]+)%", head)]
     assert limits == sorted(limits, reverse=True) and len(limits) == 3 == len(lines) - 1
     assert limits[-1] == round(record["random"]["cifar10_test"][0], 2)

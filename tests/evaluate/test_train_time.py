@@ -75,7 +75,7 @@ def rows(result: TrainResult) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (result.folder / "metrics.jsonl").read_text().splitlines()]
 
 
-# --- the time of a training ---
+# --- the time limit of a training run ---
 
 
 def test_a_training_run_stops_on_time_within_an_epoch(
@@ -267,7 +267,7 @@ def test_on_a_busy_machine_all_threads_are_not_even_tried(monkeypatch: pytest.Mo
 def test_only_training_runs_with_a_time_limit_choose_their_threads(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rounding depends on the number of threads; a training of epochs must not depend on the clock."""
+    """Rounding depends on the number of threads; a training run of fixed length must not depend on the clock."""
     monkeypatch.setattr(TRAIN, "choose_threads", lambda task, notify, most: 7)
     threads = torch.get_num_threads()
     clock = Clock(monkeypatch)

@@ -78,7 +78,7 @@ def settings(space: str, data: Path | str, **changes: Any) -> dict[str, Any]:
 
 
 def training(space: str, data: Path | str, **changes: Any) -> dict[str, Any]:
-    """A training with all that DARTS has, on one thread; `in` and `genotype` name a random architecture."""
+    """A training run with all that DARTS has, on one thread; `in` and `genotype` name a random architecture."""
     sizes = TINY[space]
     return {
         "in": space,

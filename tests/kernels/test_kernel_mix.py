@@ -175,7 +175,7 @@ def test_sums_of_stacked_inputs_equal_the_twin_in_both_orders(number: int, learn
 
 
 def test_stacked_inputs_are_kept_only_if_weights_learn_and_get_gradients_in_their_layout() -> None:
-    rows = torch.randn(2, 5, 6, 4, 3)  # as maps made side by side lie in memory
+    rows = torch.randn(2, 5, 6, 4, 3)  # the memory layout of maps computed together
     for learns, kept in ((True, 2), (False, 1)):
         x = rows.permute(0, 3, 4, 1, 2).detach().requires_grad_()
         y = stacked_sum(x, scales(4, torch.float32, grad=learns))

@@ -77,7 +77,7 @@ def test_a_missing_argument_is_an_error() -> None:
         Schedule(CPU, {}).launch(Kernel(), (2,), Name("x"), 0, BLOCK=16)
 
 
-def test_what_runs_beside_runs_at_the_latest_when_it_is_joined_and_keeps_its_tensors() -> None:
+def test_what_runs_beside_runs_no_later_than_when_it_is_joined_and_keeps_its_tensors() -> None:
     kernel = Kernel()
     schedule = Schedule(CPU, {})
     first = schedule.new("first", 2, torch.float32, zeroed=True)

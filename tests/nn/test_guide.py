@@ -172,9 +172,9 @@ def test_any_module_is_a_teacher_by_its_layers() -> None:
     assert [tuple(m.shape) for m in maps] == [(2, 3, 4, 4), (2, 5, 2, 2)]
     assert len(Tapped(module, ("0", "2"))(x, 1)) == 1
     assert not any(part._forward_hooks for part in module.modules()), "a user's module is left as it was"
-    with pytest.raises(UserError, match="must give feature maps"):
+    with pytest.raises(UserError, match="must return feature maps"):
         Tapped(module, ("3",))(x)
     with pytest.raises(UserError, match="no layer 'conv9'"):
         Tapped(module, ("conv9",))
-    with pytest.raises(UserError, match="must give feature maps"):
+    with pytest.raises(UserError, match="must return feature maps"):
         Tapped(module)(x)

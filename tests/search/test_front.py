@@ -109,8 +109,8 @@ def test_impossible_and_wrong_budgets_are_refused(searched: Path, capsys: pytest
     before = sorted(path.name for path in searched.iterdir())
     for options, reason in (
         (("--max-params", "1,50M", "--overwrite"), "no architecture meets a budget of 1 parameter:"),
-        ((), "give either --max-params or --max-flops"),
-        (("--max-params", "9M", "--max-flops", "9M"), "give either"),
+        ((), "pass either --max-params or --max-flops"),
+        (("--max-params", "9M", "--max-flops", "9M"), "pass either"),
         (("--max-params", "50x"), "--max-params must be a number above 0"),
     ):
         assert softcell(["derive", str(searched), *options]) == 2

@@ -224,7 +224,7 @@ def test_a_teacher_that_does_not_fit_is_refused_before_the_run(place: Path, tmp_
 @pytest.mark.parametrize(
     ("maps", "message"),
     [
-        (lambda x: [], "gives none; name submodules"),
+        (lambda x: [], "returns none; name submodules"),
         (lambda x: [x, x.mean(0, keepdim=True)], "map 2 of 2 of the teacher odd has 1 for 2 images"),
         (lambda x: [torch.complex(x, x)], "map 1 of 1 of the teacher odd is of torch.complex64"),
         (lambda x: [x > 0], "is of torch.bool"),

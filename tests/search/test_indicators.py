@@ -178,12 +178,12 @@ def test_norms_are_measured_over_as_many_images_as_are_looked_at_and_no_more_tha
     assert _norm_batches(restore(runs["darts"], device="cpu"), 20) is None
 
 
-def test_guessing_is_the_commonest_class_and_two_deviations() -> None:
+def test_guessing_is_the_most_frequent_class_and_two_deviations() -> None:
     baseline = Baseline(0.16, 100, 0.1, False)
     assert baseline.guessing == pytest.approx(0.1 + 2 * 0.03)
     assert baseline.at_chance and not replace(baseline, accuracy=0.17).at_chance
     assert not replace(baseline, images=10_000).at_chance, "more images tell more apart"
-    assert replace(baseline, accuracy=0.5, commonest=0.5).at_chance, "half of the images may be of one class"
+    assert replace(baseline, accuracy=0.5, most_frequent=0.5).at_chance, "half of the images may be of one class"
 
 
 def test_a_supernet_at_chance_names_no_best_candidate_by_perturbation(runs: dict[str, Path]) -> None:

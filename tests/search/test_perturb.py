@@ -207,7 +207,7 @@ def test_the_planted_candidates_are_kept(tmp_path: Path, measure: str, epochs: i
 
 
 @pytest.mark.parametrize("measure", ["accuracy", "loss"])
-def test_a_node_keeps_the_edges_of_the_commonest_classes(tmp_path: Path, measure: str) -> None:
+def test_a_node_keeps_the_edges_of_the_most_frequent_classes(tmp_path: Path, measure: str) -> None:
     genotype, about = select_toy(TopInputs(2), [3, 1, 2, 1], tmp_path, measure, 1)
     assert [str(pick) for pick in genotype.cells["cell"].picks] == ["a(1->4)", "a(3->4)"]
     (node,) = about["perturbation"]["nodes"]

@@ -142,7 +142,7 @@ def test_a_sampler_hears_of_what_was_passed_over_as_of_what_learnt_nothing(
     [
         ({"max_params": 100}, "a budget of 100 parameters is out of reach .* smallest .* resource.network.channels=N"),
         ({"preset": "mild"}, "a resource penalty works through a method's probabilities, and 'random' has none"),
-        ({"weight": 0.1, "max_params": 10**6}, "leave out `resource.preset` .* or give a budget instead"),
+        ({"weight": 0.1, "max_params": 10**6}, "leave out `resource.preset` .* or pass a budget instead"),
     ],
 )
 def test_what_cannot_be_drawn_is_refused_before_there_is_a_folder(

@@ -601,7 +601,7 @@ def test_a_latency_budget_is_the_sum_over_all_cells_of_the_trained_network(data:
     assert result.metrics[-1]["derived_latency"] == pytest.approx(expected)
     assert result.metrics[-1]["expected_latency"] > 0
     if expected > 3.1:
-        assert any("over the budget of a latency of 3.1" in text for text in notes_of(events))
+        assert any("over the budget of 3.1" in text for text in notes_of(events))
 
 
 def test_a_latency_table_of_another_network_is_refused(tmp_path: Path) -> None:

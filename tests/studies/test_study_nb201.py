@@ -111,7 +111,7 @@ def test_rows_of_unknown_arms_are_refused(tmp_path: Path) -> None:
 
 
 def test_random_search_is_compared_after_the_same_seconds() -> None:
-    """Cells end after 10, 20, 30 and 12, 24, 36 seconds of the device, which the second search shared with another."""
+    """Cells end after 10, 20, 30 and 12, 24, 36 device seconds; the second search shared the device with another."""
     rows = [
         {
             "seconds": 3 * pace * at_once,
@@ -184,7 +184,7 @@ def test_the_memory_of_a_search_does_not_count_that_of_others() -> None:
     assert [peak.peak for peak in peaks] == [150, 8] and allocated == 0
 
 
-def test_seconds_of_a_cpu_and_of_a_gpu_are_not_on_one_axis() -> None:
+def test_cpu_and_gpu_times_are_not_on_one_axis() -> None:
     rows = [
         {"arm": arm, "data": data, "hardware": {"gpus": gpus}}
         for arm, data, gpus in (("darts", "cifar10", ["H200"]), ("zero-cost", "cifar10", []), ("snas", "digits", []))

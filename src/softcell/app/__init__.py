@@ -1,1 +1,1 @@
-"""What a person runs: the command line, reports, exports, `softcell run` and sweeps. The core never imports it."""
+"""User-facing code: the command line, reports, exports, `softcell run` and sweeps. The core never imports it."""

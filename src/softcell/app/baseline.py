@@ -32,7 +32,7 @@ from softcell.settings import MOST_RANDOM, at_most
 from softcell.spaces import Shape, build_space
 from softcell.text import count_of, percent
 
-STRIDE = 1_000_003  # large and odd: the architectures of neighbouring seeds stay apart
+STRIDE = 1_000_003  # large and odd, so that neighbouring seeds never sample the same architectures
 APART = STRIDE // 2
 """Offset of the baselines of a random search, which itself draws from `seed * STRIDE` on."""
 LEVEL = 0.05
@@ -124,9 +124,9 @@ def train_with_random(
 ) -> Ran[str, TrainResult]:
     """Trains `found` in `out` and the random architectures in `out`/random-<k>; `at_once` of them share the device.
 
-    Each gives the same result as alone, and one that fails does not stop the others: results and errors are by name,
-    "found", "random-1", .... For one process.
-    on_event: makes the listener of a run from its name and folder.
+    Each gives the same result as when trained alone, and a failure does not stop the others: results and errors are
+    keyed by name, "found", "random-1", .... For one process.
+    on_event: creates the listener for a run from its name and folder.
     """
     folder, numbered = Path(out), dict(enumerate(drawn, 1))
     networks = {FOUND: found, **{f"random-{number}": one for number, one in numbered.items()}}
@@ -195,7 +195,7 @@ def draw_random(like: Genotype, recipe: TrainRecipe, count: int) -> list[Genotyp
     They are `sample` of the recipe's space with `seed * STRIDE + k` for k = 1, 2, ... in this order. If random search
     found `like`, `APART` is added, because it would otherwise be compared with its own samples. If `like` was searched
     under a budget, architectures that miss it are skipped, because larger networks would prove nothing about the
-    search; costs are counted as in the search, whatever size the networks are trained at.
+    search; costs are counted as in the search, regardless of the size that is trained.
     """
     if count < 1:
         raise UserError(f"`count >= 1` must hold for random architectures, but got count={count}")
@@ -243,8 +243,8 @@ def random_others(found: Genotype | None, layout: Layout, seed: int, num: int) -
 def with_budget(genotype: Genotype, source: str | Path | Genotype | None, recipe: TrainRecipe) -> Genotype:
     """`genotype` with the budget of the search run that `source` names, unless it contains a budget itself.
 
-    Genotypes of single epochs and of older versions do not. recipe: that of the training, which has the current path of
-    the data.
+    Genotypes of single epochs and of older versions do not. recipe: the recipe of the training run, which has the
+    current path of the data.
     """
     folder = None if isinstance(source, Genotype) else run_of(source)
     if folder is None or ABOUT in genotype.about:
@@ -324,7 +324,7 @@ def verdict(accuracy: float, baseline: Baseline) -> str:
 def rank_sum(first: Sequence[float], second: Sequence[float]) -> float:
     """The two-sided p-value of the exact rank-sum test (Wilcoxon, 1945); equal values share their mean rank.
 
-    If a search chose its cells like chance, every way to mark `len(first)` of all values as found would be equally
+    If a search chose its cells at random, every way to mark `len(first)` of all values as found would be equally
     likely. The p-value is twice the share of ways whose marked values rank at least as high (or as low) as `first`
     does. It assumes nothing about the distribution of accuracies, which for random cells is far from normal. All ways
     are counted, so this suits a dozen values on each side, not hundreds.
@@ -353,7 +353,7 @@ def claim(found: Sequence[float], random: Sequence[float]) -> str:
     """
     p, means = rank_sum(found, random), (statistics.fmean(found), statistics.fmean(random))
     ours, others = count_of(len(found), "found cell"), count_of(len(random), "random one")
-    figures = f"{percent(means[0])} against {percent(means[1])} in the mean, p = {p:.2g} (exact rank-sum test)"
+    figures = f"{percent(means[0])} against {percent(means[1])} on average, p = {p:.2g} (exact rank-sum test)"
     if p > LEVEL:
         return f"Between {ours} and {others}, no difference can be claimed: {figures}."
     # By ranks, as in the test: one failed training run can shift the mean across.

@@ -1,7 +1,7 @@
 """One search or training from a complete recipe: its folder, its lock, its steps, its drawings, its report, its time.
 
 The command line and `softcell.api` complete recipes and call this; so do `softcell run` and the training of random
-architectures. The time of a job is measured on its own first steps, and a search that is late can be ended.
+architectures. The time of a job is measured on its own first steps, and a search that takes too long can be ended.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def train(
     """Trains, or returns the result if `resume` finds a finished training run in `folder`.
 
     startup: up to this many seconds before the first step are not part of the recipe's time. later: how many seconds
-    later than planned the training may end, asked between steps.
+    later than planned the training may end; called between steps.
     """
     if resume and (done := finished_training(folder, genotype, recipe)) is not None:
         draw_training(done)
@@ -105,7 +105,7 @@ CURVES = {
     "cost.svg": ("expected parameters of the architecture", ("expected_parameters",)),
 }
 MOST_COLUMNS = 16
-"""Most epochs in the heat map of entropies: evenly spread, the first and the last included."""
+"""Maximum number of epochs in the heat map of entropies, evenly spaced, including the first and the last."""
 
 
 def _is_drawn(folder: Path) -> bool:
@@ -115,7 +115,7 @@ def _is_drawn(folder: Path) -> bool:
 
 
 def draw_search(result: SearchResult, *, again: bool = False) -> None:
-    """Drawings and report of a search; if they are complete they are kept unless `again`."""
+    """Drawings and report of a search; complete ones are kept unless `again`."""
     if not is_main_process() or (_is_drawn(result.folder) and not again):
         return
     recipe = result.recipe
@@ -128,7 +128,7 @@ def draw_search(result: SearchResult, *, again: bool = False) -> None:
 
 
 def draw_training(result: TrainResult, *, again: bool = False) -> None:
-    """Drawings and report of a training run; if they are complete they are kept unless `again`."""
+    """Drawings and report of a training run; complete ones are kept unless `again`."""
     if not is_main_process() or (_is_drawn(result.folder) and not again):
         return
     title = f"{result.genotype.space} network on {result.recipe.data}"
@@ -221,7 +221,7 @@ class JobTime:
         return self.startup + epochs * self.epoch + self.tail
 
     def epochs_in(self, seconds: float) -> int:
-        """How many whole epochs fit into `seconds`; may be 0."""
+        """The number of whole epochs that fit into `seconds`; may be 0."""
         return max(0, int((seconds - self.startup - self.tail) / max(self.epoch, 1e-6)))
 
 

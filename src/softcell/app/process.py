@@ -15,7 +15,7 @@ from softcell.errors import UserError
 from softcell.files import atomic_write_text, read_json
 
 NOTICE_AFTER = 2.0
-"""Seconds without output before a person in a terminal would wonder."""
+"""Seconds without output after which a user at a terminal would wonder whether anything happens."""
 _displays = [0]  # how many progress displays are open
 _entered: list[float] = []
 

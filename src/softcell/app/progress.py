@@ -25,7 +25,7 @@ from softcell.text import clock, count_of, percent
 
 SHOWN_EVERY = 0.05
 """The share of a training run's time after which the next epoch is shown."""
-PREPARING = "preparing: data, networks and the first step"
+PREPARING = "preparing data, networks and the first step"
 REFRESH = 0.2
 """Seconds between two updates of a notebook's output."""
 BAR = 30
@@ -191,14 +191,14 @@ class Display:
                 self._started()
                 self._num_epochs, self._time = event.num_epochs, event.time
                 self._say(self.heading)
-                # A run that has made all its epochs resumes none: it only measures and writes its results.
+                # A run that has finished all its epochs resumes none: it only evaluates and writes its results.
                 if (event.epoch or event.step) and event.epoch < event.num_epochs:
                     of = f" of {event.num_epochs}" if event.num_epochs < MOST_EPOCHS else ""
                     self._say(f"resuming at epoch {event.epoch + 1}{of}, step {event.step}")
             case Stepped():
                 self._step(event)
             case EpochEnded():
-                # Thousands of epochs may fit into a time.
+                # A time limit may allow thousands of epochs.
                 if not self._time or self._fraction >= min(1.0, self._shown_at + SHOWN_EVERY):
                     self._shown_at = self._fraction
                     self._say(epoch_line(event.metrics, self._num_epochs, self._left))
@@ -260,7 +260,7 @@ def seed_listeners(
     opened: ExitStack,
     on_event: Callable[[int], OnEvent] | None = None,
 ) -> Callable[[int], OnEvent]:
-    """Makes the listener of each of several seeds: progress, trackers and the caller's own (`on_event`).
+    """Creates the listener for each of several seeds: progress, trackers and the caller's own (`on_event`).
 
     Trackers are closed with `opened`.
     """
@@ -309,7 +309,7 @@ def listening_to_seeds(
     track: Sequence[str],
     on_event: Callable[[int], OnEvent] | None,
 ) -> Iterator[Callable[[int], OnEvent]]:
-    """`listening` for several seeds: yields a function that makes the listener of each."""
+    """`listening` for several seeds: yields a function that creates the listener for each."""
     console, is_quiet = python_console(quiet)
     with ExitStack() as opened:
         display = None if is_quiet else opened.enter_context(Display(console, ""))

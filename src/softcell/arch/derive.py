@@ -74,7 +74,7 @@ def derive_cheapest(layout: Layout, costs: Mapping[str, Tensor], rule: Rule | No
 
 
 def derives_cheapest(layout: Layout, rule: Rule | None = None) -> bool:
-    """Whether what `derive_cheapest` gives is known to be the minimum: costs are sums over the picks of these rules.
+    """Whether the result of `derive_cheapest` is known to be the minimum: costs are sums over the picks of these rules.
 
     Example:
         >>> from softcell.arch import derives_cheapest

@@ -170,8 +170,8 @@ def mutate(layout: Layout, parent: Genotype, probability: float, rng: random.Ran
 def mutate_one(layout: Layout, parent: Genotype, rng: random.Random) -> Genotype:
     """A child that differs from its parent in exactly one choice, drawn at random.
 
-    Under a rule that keeps some edges per node, this replaces one of the node's inputs or its operation. A space of a
-    single architecture gives the parent itself.
+    Under a rule that keeps some edges per node, this replaces one of the node's inputs or its operation. In a space
+    with a single architecture, this is the parent itself.
     """
     choices = [(table.name, i) for table in layout.tables for i in range(len(table))]
     strengths = {table.name: _strengths(table, parent.cells[table.name], rng) for table in layout.tables}
@@ -221,6 +221,6 @@ def _filled(
                 found[genotype] = None
                 break
         else:
-            # Few are left: each further one would take as many attempts.
+            # Few are left: each further one would take that many attempts.
             break
     return list(found)

@@ -135,7 +135,7 @@ class Genotype(Shown):
         try:
             text = read_text(file)
         except FileNotFoundError as error:
-            raise UserError(f"{file}: no such file; give a genotype file or a finished run folder") from error
+            raise UserError(f"{file}: no such file; pass a genotype file or a finished run folder") from error
         return cls.loads(text, str(file))
 
     def save(self, path: str | Path) -> None:

@@ -1,6 +1,6 @@
 """The mix: what a method passes to the supernet for one step.
 
-Most methods give plain weights, one number per site, choice and candidate (`WeightMix`); the supernet then sums all
+Most methods use plain weights, one number per site, choice and candidate (`WeightMix`); the supernet then sums all
 candidates of a node in one pass. A method that computes its weights from the feature maps derives from `Mix` and
 combines the outputs of a choice itself.
 
@@ -61,7 +61,7 @@ class Mix(ABC):
     def combine_together(
         self, site: int, outputs: Mapping[int, Mapping[int, Tensor | None]]
     ) -> Mapping[int, Tensor | None]:
-        """What `combine` would give for the outgoing choices of one node, by choice, where one call for all is cheaper.
+        """The results of `combine` for the outgoing choices of one node, by choice, where one call for all is cheaper.
 
         Choices missing from the result are combined one by one.
         """
@@ -70,7 +70,7 @@ class Mix(ABC):
     def compete(self, site: int, outputs: Mapping[int, Mapping[int, Tensor | None]]) -> Tensor | None:
         """One output out of those of choices that compete to be inputs of a node (`Table.contests`), by choice.
 
-        By default the sum of what `combine` gives for each; their weights then compete.
+        By default the sum of the results of `combine` for each; their weights then compete.
         """
         found = [self.combine(site, choice, own) for choice, own in sorted(outputs.items())]
         present = [x for x in found if x is not None]

@@ -50,7 +50,7 @@ class Rule(ABC):
 
     @abstractmethod
     def count(self, table: Table) -> int:
-        """How many architectures `enumerate` would give, in closed form."""
+        """The number of architectures that `enumerate` would yield, in closed form."""
 
     @abstractmethod
     def sample(self, table: Table, rng: random.Random) -> tuple[Pick, ...]:

@@ -145,7 +145,7 @@ def load_cifar(name: str, root: Path) -> Dataset:
     raise UserError(
         f"{name} must be in {layout.binary_folder}/ or {layout.python_folder}/ (its official archives, "
         f"unpacked), but neither is at {root}; fetch one from https://www.cs.toronto.edu/~kriz/cifar.html "
-        "and give the folder that contains it (--data-root, in Python data_root)"
+        "and pass the folder that contains it (--data-root, in Python data_root)"
     )
 
 
@@ -205,7 +205,7 @@ def load_svhn(root: Path) -> Dataset:
         tuple(str(digit) for digit in range(10)),
         _read_svhn(folder / "train_32x32.mat"),
         _read_svhn(folder / "test_32x32.mat"),
-        Augment(crop_padding=4),  # Deviation: RobustDARTS also mirrors, but a mirrored digit is not that digit
+        Augment(crop_padding=4),  # Deviation: RobustDARTS also mirrors, but a mirrored digit is no longer a digit
         f"SVHN cropped digits, Netzer et al. 2011, {_SVHN_SITE} (for non-commercial use)",
     )
 

@@ -1,6 +1,6 @@
 """A dataset from arrays: an .npz file, or arrays, tensors and torch datasets of a Python program.
 
-An .npz file has `images` and `labels`, or `x_train`, `y_train`, `x_test` and `y_test`. Data of a program are written to
+An .npz file has `images` and `labels`, or `x_train`, `y_train`, `x_test` and `y_test`. Data in memory is written to
 such a file first (`keep_arrays`): a run names its data by a path, so that any other process can resume or repeat it.
 """
 
@@ -176,7 +176,7 @@ def _check_test(
 
 
 def keep_arrays(data: Any, folder: Path) -> Path:
-    """Writes images of a program to `folder`/NAME-DIGEST.npz and returns the path; the same images give the same file.
+    """Writes images in memory to `folder`/NAME-DIGEST.npz and returns the path; the same images give the same file.
 
     data: (images, labels) as arrays or tensors, in any form that an .npz file may hold them; or a torch dataset of
         (image, label) pairs, whose images are arrays, tensors or PIL images of one size, without random augmentation
@@ -206,7 +206,7 @@ class KeptArrays:
 
     @classmethod
     def of(cls, data: Any, folder: Path) -> KeptArrays:
-        """The arrays of `data` (see `keep_arrays`) and the path that their content gives."""
+        """The arrays of `data` (see `keep_arrays`) and the path derived from their content."""
         name, content = _content(data)
         found = _checked(content, "the given data")
         digest = hashlib.sha256()
@@ -263,7 +263,7 @@ def _pair(data: Any) -> tuple[str, AnyArray, AnyArray, Iterable[str] | None]:
     for number in range(len(data)):
         item = data[number]
         if not isinstance(item, tuple | list) or len(item) < 2:
-            raise UserError(f"a torch dataset must give (image, label) pairs, but item {number} is {item!r:.60}")
+            raise UserError(f"a torch dataset must yield (image, label) pairs, but item {number} is {item!r:.60}")
         images.append(_array(item[0]))
         try:
             labels.append(int(item[1]))
@@ -272,7 +272,7 @@ def _pair(data: Any) -> tuple[str, AnyArray, AnyArray, Iterable[str] | None]:
         if number == 0 and len(data) * images[0].nbytes > MOST_BYTES:
             raise UserError(
                 f"a torch dataset is read into memory, up to {MOST_BYTES / 2**30:.0f} GiB, but {len(data):,} images "
-                f"need {len(data) * images[0].nbytes / 2**30:.1f} GiB; give a folder of CLASS/IMAGE files instead"
+                f"need {len(data) * images[0].nbytes / 2**30:.1f} GiB; pass a folder of CLASS/IMAGE files instead"
             )
         if images[-1].shape != images[0].shape:
             raise UserError(

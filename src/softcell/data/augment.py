@@ -238,9 +238,9 @@ def augment(
     index: int64 [n], the samples' numbers in their dataset: a sample's result depends only on its pixels,
         its number, `seed` and `epoch` (ints, or 0-d integer tensors), never on the rest of the batch.
     mean, std: [C], in 0..1 units.
-    size: (H, W) that a resized crop or a window gives, (H', W') when None; other settings never change the size.
+    size: output (H, W) of a resized crop or a window, (H', W') when None; other settings never change the size.
 
-    Nothing synchronises with the device. For CUDA-graph capture give `epoch` as a 0-d tensor on the device.
+    Nothing synchronises with the device. For CUDA-graph capture, pass `epoch` as a 0-d tensor on the device.
 
     Example:
         >>> import torch

@@ -151,7 +151,7 @@ class Batches:
 
     @property
     def sizes(self) -> set[int]:
-        """How many images this rank's parts of batches have: those of a short last batch are fewer, or none."""
+        """The numbers of images in this rank's parts of batches; a short last batch has fewer, or none."""
         return {len(self._slice(self.indices, number)) for number in (0, self.num_batches - 1)}
 
     def blank(self, size: int) -> Tensor:

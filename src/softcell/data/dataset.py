@@ -121,7 +121,7 @@ def hold_out_test(labels: NDArray[np.int64], classes: tuple[str, ...], where: st
         rare = classes[int(counts.argmin())]
         raise UserError(
             f"without a test set every class needs at least 2 images, but class {rare!r} of {where} has "
-            f"{counts.min()}; add images or give a test set"
+            f"{counts.min()}; add images or pass a test set"
         )
     num_test = max(round(TEST_FRACTION * len(labels)), len(classes))  # at least one of each class
     sizes = {"train": len(labels) - num_test, "test": num_test}

@@ -48,7 +48,7 @@ def _absorb_int(state: int, value: int) -> int:
 def absorb(state: int | Tensor, value: int | Tensor) -> int | Tensor:
     """The state after taking in `value`: mix(state + golden + value).
 
-    Two Python ints give a Python int (as int64), so a host-side seed costs no device work and no copy;
+    For two Python ints the result is a Python int (as int64), so a host-side seed costs no device work and no copy;
     otherwise the two broadcast as int64 tensors.
     """
     if isinstance(state, int) and isinstance(value, int):
@@ -63,7 +63,7 @@ def hash_words(seed: int | Tensor, epoch: int | Tensor, position: Tensor, num_st
     """Independent 64-bit words, int64 [n, num_streams], for `position` int64 [n].
 
     `seed` and `epoch` are Python ints or 0-d integer tensors (on the device of `position` if the call is
-    to be captured in a CUDA graph). Stream `s` of a position is the same however many streams are asked for.
+    to be captured in a CUDA graph). Stream `s` of a position is the same regardless of how many streams are requested.
     """
     state = absorb(absorb(absorb(0, seed), epoch), position)
     streams = torch.arange(num_streams, device=position.device)

@@ -1,6 +1,6 @@
 """Labelled images, either resident in memory as one uint8 tensor or decoded from files on demand.
 
-`decode` reads an image file of any kind; an error names the file and the reason.
+`decode` reads an image file of any kind; errors name the file and the reason.
 """
 
 import math
@@ -154,7 +154,7 @@ def decode(
     """The image at `path`, upright, uint8 [channels, H, W] for `size` (H, W); a centre crop keeps the aspect.
 
     box: only the square around it is taken (see `square_around`).
-    whole: all of the image is scaled to `size` instead, whatever its aspect.
+    whole: all of the image is scaled to `size` instead, ignoring its aspect ratio.
     """
     with _opened(path) as image:
         upright = ImageOps.exif_transpose(image)
@@ -215,7 +215,7 @@ def _too_large(count: int, shape: tuple[int, int, int], needed: int, why: str) -
     images = "image" if count == 1 else "images"
     return UserError(
         f"images that are read together must fit into memory, but {count} {images} of {height}x{width} pixels need "
-        f"{_gib(needed)} and {why}; give a smaller --image-size"
+        f"{_gib(needed)} and {why}; choose a smaller --image-size"
     )
 
 
@@ -242,7 +242,7 @@ class Resident(Images):
     """Images held in one uint8 tensor, on the CPU or on a device.
 
     pixels: uint8 [N, C, H', W']. labels: int64 [N], moved to the same device.
-    view: the central (H, W) that `fetch` gives; all of the stored image when None.
+    view: the central (H, W) that `fetch` returns; all of the stored image when None.
 
     Example:
         >>> import torch
@@ -309,7 +309,8 @@ class Files(Images):
     names: paths relative to `root`, one per image. labels: int64 [N]. channels: 1 or 3.
     size: (H, W) as a network sees them. stored: the size decoded to before that centre is taken.
     boxes: float [N, 4], the part of each image that is used (`softcell.data.images.Box`); its square fills `size`.
-    whole: all of an image is scaled to `stored`, whatever its aspect; else a central part of that aspect.
+    whole: all of an image is scaled to `stored`, ignoring its aspect ratio; otherwise a central part of that aspect
+    ratio.
 
     Example:
         >>> from pathlib import Path

@@ -48,7 +48,7 @@ def fingerprint(indices: Tensor) -> str:
 def _part_sizes(fractions: Mapping[str, float | int], total: int) -> Counts:
     """Sizes of the parts plus, last, of the unused rest: int64 [parts + 1], summing to `total`."""
     if not fractions:
-        raise UserError("a split needs at least one part, but got none; give for example {'train': 0.5, 'valid': 0.5}")
+        raise UserError("a split needs at least one part, but got none; pass for example {'train': 0.5, 'valid': 0.5}")
     shares = []
     for name, value in fractions.items():
         if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
@@ -57,7 +57,7 @@ def _part_sizes(fractions: Mapping[str, float | int], total: int) -> Counts:
             )
         if isinstance(value, float) and value > 1:
             raise UserError(
-                f"a part given as a float is a fraction in (0, 1], but {name!r} is {value!r}; give a count as an int"
+                f"a part given as a float is a fraction in (0, 1], but {name!r} is {value!r}; pass a count as an int"
             )
         shares.append(value if isinstance(value, int) else value * total)
     rest = total - sum(shares)
@@ -173,7 +173,7 @@ def test_set_sealed() -> Iterator[None]:
             _depth -= 1
 
 
-# pytest collects whatever is called test_*, and this name is imported into test files.
+# pytest collects everything called test_*, and this name is imported into test files.
 test_set_sealed.__test__ = False  # type: ignore[attr-defined]
 
 

@@ -128,7 +128,7 @@ class Interleaved(Generic[K]):
         self._jobs[key] = _Job(RunState(self._device), start())
 
     def turn(self) -> Iterator[tuple[K, Any]]:
-        """Makes one step of every run; gives the results of those that ended, or the errors they ended with."""
+        """Makes one step of every run; returns the results of those that ended, or the errors they ended with."""
         for key, job in list(self._jobs.items()):
             try:
                 with job.state.active():
@@ -144,7 +144,7 @@ class Interleaved(Generic[K]):
 def interleave(starts: Sequence[Callable[[], Running[T]]], device: torch.device, at_once: int) -> list[T | Exception]:
     """Run all of `starts`, at most `at_once` at a time; return their results, or the errors they ended with, in order.
 
-    A run that fails does not stop the others. At most `MAX_SHARING_RUNS` share a GPU, whatever `at_once` is.
+    A run that fails does not stop the others. At most `MAX_SHARING_RUNS` share a GPU, even if `at_once` is larger.
     """
     if device.type == "cuda":
         at_once = min(at_once, MAX_SHARING_RUNS)

@@ -132,12 +132,12 @@ def _make(folder: Path) -> list[Path]:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except FileExistsError:
-        raise UserError(f"a run needs a folder, but {folder} is a file; give another --out") from None
+        raise UserError(f"a run needs a folder, but {folder} is a file; choose another --out") from None
     except OSError as error:
         _remove(missing)
         raise UserError(
-            f"a run needs a writable folder, but {folder} cannot be created ({error.strerror or error}); give another "
-            "--out"
+            f"a run needs a writable folder, but {folder} cannot be created ({error.strerror or error}); choose "
+            "another --out"
         ) from error
     return missing
 
@@ -156,12 +156,12 @@ def _lock(folder: Path) -> int:
         except OSError as error:
             raise UserError(
                 f"a run needs a writable folder, but {file} cannot be opened ({error.strerror or error}); free "
-                "some space, or give another --out"
+                "some space, or choose another --out"
             ) from error
         try:
             if not take(descriptor, file):
                 raise UserError(
-                    f"{folder} is in use by {holder(file)}; wait until it has ended, or give another folder"
+                    f"{folder} is in use by {holder(file)}; wait until it has ended, or choose another folder"
                 )
             # The previous holder may have removed the file since it was opened: no other process would see this lock.
             try:

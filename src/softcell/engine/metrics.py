@@ -245,7 +245,7 @@ class Tally:
 
 
 def redistributed(parts: list[dict[str, Any]], rank: int) -> dict[str, Any]:
-    """What `rank` keeps of the sums of an unfinished epoch after the number of processes has changed.
+    """The part of an unfinished epoch's sums that `rank` keeps after the number of processes has changed.
 
     parts: one per earlier rank, of nested dicts of tensors. Those under `meter` count samples: rank 0 gets their total.
     All others get one term per rank and step and are averaged over ranks at the end: every rank gets their mean.

@@ -128,7 +128,7 @@ def sgd(
 def fill_momenta(optimiser: torch.optim.Optimizer) -> None:
     """Create missing momentum buffers, filled with zeros.
 
-    The first step then gives the same buffer, 0.9 · 0 + g = g. torch's fused SGD requires all buffers or none, but
+    The first step then results in the same buffer, 0.9 · 0 + g = g. torch's fused SGD requires all buffers or none, but
     parameters may get their first gradient at different steps. A captured step needs the buffers too.
     """
     for group in optimiser.param_groups:
@@ -383,7 +383,7 @@ def classification_step(
     The objective is the cross-entropy plus `auxiliary` times that of the auxiliary tower, if there is one. images:
     [n, c, h, w]. labels: int64 [n]. also: tensors that are averaged over the ranks together with the gradients.
 
-    network: a module whose `forward_with_auxiliary` gives both logits, the second None without a tower.
+    network: a module whose `forward_with_auxiliary` returns both logits, the second None without a tower.
     """
     logits, extra = network.forward_with_auxiliary(images)
     loss = F.cross_entropy(logits, labels, label_smoothing=label_smoothing)

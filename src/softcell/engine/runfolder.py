@@ -93,7 +93,7 @@ class RunFolder:
         path = Path(path)
         check_kind_and_status(manifest)
         if path.exists() and not path.is_dir():
-            raise UserError(f"a run needs a folder, but {path} is a file; give another --out")
+            raise UserError(f"a run needs a folder, but {path} is a file; choose another --out")
         there = entries(path)
         if there:
             if not overwrite:
@@ -106,7 +106,7 @@ class RunFolder:
             path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UserError(
-                f"a run needs a writable folder, but {path} cannot be created ({error.strerror or error}); give "
+                f"a run needs a writable folder, but {path} cannot be created ({error.strerror or error}); choose "
                 "another --out"
             ) from error
         folder = cls(path, copy.deepcopy(manifest))
@@ -120,7 +120,7 @@ class RunFolder:
     def open(cls, path: str | os.PathLike[str], *, lenient: bool = False) -> Self:
         """Read the manifest, converted to the current version in memory; only `update` changes the file.
 
-        lenient: accept fields of wrong types, for readers that show whatever there is.
+        lenient: accept fields of wrong types, for readers that show what is available.
         """
         path = Path(path)
         file = path / MANIFEST
@@ -230,7 +230,7 @@ def _check_own(path: Path) -> None:
         )
     if not (path / MANIFEST).is_file():
         raise UserError(
-            f"only a folder with a {MANIFEST} may be overwritten, but {path} has none: it is not a run. Give another "
+            f"only a folder with a {MANIFEST} may be overwritten, but {path} has none: it is not a run. Choose another "
             "--out."
         )
     if MANIFEST in listed_files(path):
@@ -240,12 +240,12 @@ def _check_own(path: Path) -> None:
     except (OSError, ValueError, RecursionError) as error:  # a UserError is a ValueError
         raise UserError(
             f"only a folder that Softcell created may be overwritten, but {path / MANIFEST} does not describe a run "
-            f"({error}). Give another --out, or remove the folder yourself."
+            f"({error}). Choose another --out, or remove the folder yourself."
         ) from error
 
 
 RUNS = Path("runs")
-"""Where runs go that were given no folder."""
+"""The default location of runs."""
 
 
 def free_folder(*parts: str) -> Path:
@@ -294,7 +294,7 @@ def mismatch(folder: Path, known: Mapping[str, Any], name: str) -> str | None:
     if wanted is None or not file.is_file() or checksum(file) == wanted:
         return None
     copied = (
-        "to use your own version of it, copy it out of the run folder and give that file"
+        "to use your own version of it, copy it out of the run folder and pass that file"
         if name in _CHECKED_NAMES
         else "restore it from a backup, or repeat the run"
     )
@@ -316,7 +316,7 @@ def run_in_folder(
 ) -> Running[tuple[RunFolder, Outcome]]:
     """Creates or reopens the folder, runs `task` in it, and records a failure or an interruption.
 
-    manifest: makes the manifest of a new run. files: texts by file name, written before the first step. made: the
+    manifest: creates the manifest of a new run. files: texts by file name, written before the first step. made: the
     folder of a new run exists already. budget: ends the run when its time is up.
     """
 

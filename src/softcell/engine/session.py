@@ -324,7 +324,7 @@ class Session:
 
 @contextmanager
 def join_processes(device: str, deterministic: bool) -> Iterator[World]:
-    """Joins the processes of torchrun until the block ends; within such a block, gives the same world again.
+    """Joins the processes of torchrun until the block ends; within such a block, returns the same world again.
 
     A block around several runs keeps the processes together between them, so that all agree on folders.
     """
@@ -350,7 +350,7 @@ def join_processes(device: str, deterministic: bool) -> Iterator[World]:
 
 
 class RunSettings(Protocol):
-    """What every recipe says about the process of its run."""
+    """The process settings that every recipe has."""
 
     @property
     def device(self) -> str: ...

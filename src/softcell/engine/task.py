@@ -103,10 +103,10 @@ class Task(Protocol):
 
     @property
     def num_epochs(self) -> int:
-        """How many epochs the run has."""
+        """The number of epochs of the run."""
 
     def steps_in(self, epoch: int) -> int:
-        """How many steps `epoch` has; the same on every rank."""
+        """The number of steps of `epoch`; the same on every rank."""
 
     def begin_epoch(self, epoch: int) -> None:
         """Set the schedules for `epoch` and zero the running metrics."""

@@ -1,4 +1,4 @@
-"""Durations and peak memory, the time that a run has and has left, and the faster precision for a device."""
+"""Durations and peak memory, the time limit of a run, and the faster precision for a device."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ class TimeBudget:
     `used` is set by the loop between two steps, to the same value on all ranks, and `preparing` before the first one.
     Up to `startup` of the seconds before the first step are granted in addition, so that training runs whose networks
     take different times to start have equal times to learn. `later`: how many seconds later than planned the steps may
-    end, asked between two steps; negative if they must end earlier, because what follows the run takes longer than
+    end, called between two steps; negative if they must end earlier, because what follows the run takes longer than
     expected. `evaluating` and `saving` are the seconds that evaluation and a checkpoint after the last step will take,
     as measured so far.
     """
@@ -246,10 +246,10 @@ def choose_precision(job: str, world: World, make: Callable[[str], Task], notify
 
 
 def choose_threads(task: Task, notify: Callable[[str], None], most: float) -> int:
-    """One CPU thread or one per core, whichever makes the faster steps of `task`, which is discarded; sets it.
+    """One CPU thread or one per core, whichever makes the steps of `task` faster, which is discarded; sets it.
 
-    On a busy machine threads wait for each other, so that two may be slower than one. Both are timed in turn, so that a
-    load that changes meanwhile affects both, until about `most` seconds have passed. Only for runs that depend on the
+    On a busy machine threads wait for each other, so that two may be slower than one. Both are timed alternately, so
+    that a changing load affects both, until about `most` seconds have passed. Only for runs that depend on the
     clock anyway: threads change rounding.
     """
     cores, began = usable_cores(), time.perf_counter()

@@ -26,7 +26,7 @@ from softcell.spaces.costs import cells_with_sizes
 WARM_UP = 0.05
 """Seconds of calls before the first measurement, for allocation, tuning and clocks."""
 SAMPLE = 0.002
-"""Least seconds of one sample; shorter calls are repeated within it, since clocks have limited resolution."""
+"""Minimum seconds of one sample; shorter calls are repeated within it, since clocks have limited resolution."""
 SAMPLES = 15
 OnStep = Callable[[int, int, str], None]
 """Called with the number of measurements done, their total, and a description of the next one."""

@@ -25,7 +25,7 @@ from typing import Any
 WARM_UP = 0.2
 """Seconds of calls before the first measurement, for allocation and clocks."""
 SAMPLE = 0.002
-"""Least seconds of one sample; shorter calls are repeated within it, since clocks have limited resolution."""
+"""Minimum seconds of one sample; shorter calls are repeated within it, since clocks have limited resolution."""
 
 
 def open_session(file: str | Path, threads: int = 1, provider: str = "CPUExecutionProvider") -> Any:
@@ -171,7 +171,7 @@ def _finished(pack: dict[str, Any], done: dict[str, float], given: argparse.Name
     about = {**pack["about"], "device": given.device, "threads": given.threads, "provider": given.provider}
     about.update(networks=checks, mean_deviation=error)
     for one, (guess, found) in zip(pack["networks"], pairs):  # noqa: B905 - `strict` needs Python 3.10
-        print(f"{one['file']}: {found:.4g} ms, {guess:.4g} by the table")
+        print(f"{one['file']}: {found:.4g} ms measured, {guess:.4g} ms predicted")
     if error is not None:
         print(f"mean prediction error {error:.1%} on {len(pairs)} whole networks")
     return {"about": about, "fixed": fixed, **table}

@@ -102,8 +102,8 @@ class Nb201Table:
     def best_of(self, count: int, by: str = "cifar10_valid") -> dict[str, tuple[float, float]]:
         """Mean and standard deviation of each column over the best of `count` random architectures, exactly.
 
-        What a random search finds that trains `count` cells as long as the benchmark does and keeps the one with the
-        highest `by`. Cells are drawn independently; ties are broken at random.
+        This is what random search finds if it trains `count` cells as long as the benchmark does and keeps the one with
+        the highest `by`. Cells are drawn independently; ties are broken at random.
 
         Example:
             >>> from softcell.evaluate.nb201 import load_table
@@ -199,7 +199,7 @@ def check_search(method: str, layout: Layout, rule: Rule | None) -> None:
             f"NAS-Bench-201 has the operations {', '.join(OPERATIONS)}, but this search also has "
             f"{', '.join(foreign)}; leave them out of space.candidates"
         )
-    # If all candidates are equally strong, a rule that may put several of them on one edge does so.
+    # If all candidates are equally strong, a rule that allows several of them on one edge uses them.
     even = {table.name: torch.ones(table.shape) for table in layout.tables}
     try:
         operations(derive(layout, even, rule))
@@ -317,7 +317,7 @@ def convert(path: str | Path) -> dict[str, Accuracies]:
     if source.is_dir():
         files = sorted(file for file in source.glob("*.pickle.pbz2") if file.name[:6].isdigit())
         if not files:
-            raise UserError(f"{source}: no files NNNNNN.pickle.pbz2; give the unpacked folder NATS-tss-v1_0-...-simple")
+            raise UserError(f"{source}: no files NNNNNN.pickle.pbz2; pass the unpacked folder NATS-tss-v1_0-...-simple")
         infos: Iterable[tuple[str, Any]] = ((str(file), _unpacked(file)) for file in files)
     elif source.suffix == ".pth" and source.is_file():
         infos = _from_pth(source)

@@ -1,4 +1,4 @@
-"""Predictions of a trained network: for the test images, for image files, and the regions of an image they rest on.
+"""Predictions of a trained network for test images and image files, and the image regions they are based on.
 
 `predictions.safetensors`, kept in the run folder for the report, holds for all N test images: `labels` and `predicted`
 int32 [N], `confidence` float32 [N] (probability of the predicted class) and `truth` float32 [N] (probability of the
@@ -8,10 +8,10 @@ the last cell's output has more than one position, `heat` float32 [k, h', w'] (G
 `classify` reads image files batch by batch and prepares them like test images, so that a folder may hold any number of
 them. A file that cannot be read is part of the result, with the reason, and does not stop the others.
 
-`grad_cam` (Selvaraju et al., 2017) shows which parts of the feature map that the classifier reads speak for a class.
-`candidate_cams` gives Grad-CAM of the feature maps of every candidate of one choice of a supernet (IT-NAS, Figure 4).
-In calibrating cells (NOS), attentions and dynamic kernels have no feature map; the map that they add to
-their node is used.
+`grad_cam` (Selvaraju et al., 2017) shows which parts of the feature map read by the classifier support a class.
+`candidate_cams` computes Grad-CAM of the feature maps of every candidate of one choice of a supernet (IT-NAS, Figure
+4). In calibrating cells (NOS), attentions and dynamic kernels have no feature map; the map that they add to their node
+is used.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ def _small(pixels: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class ImagePrediction:
-    """The most likely classes of an image file, in falling order; an unreadable file has an `error` instead.
+    """The most likely classes of an image file, in descending order; an unreadable file has an `error` instead.
 
     Example:
         >>> from pathlib import Path
@@ -180,7 +180,7 @@ class ImagePrediction:
 
 
 def image_files(paths: Iterable[str | Path]) -> list[Path]:
-    """The files among `paths`, whatever their name, and all image files below the folders among them, sorted by name.
+    """The files among `paths`, with any name, and all image files below the folders among them, sorted by name.
 
     Example:
         >>> from pathlib import Path
@@ -275,7 +275,7 @@ def _answers(
     logits = forward(pixels.float() / 255).cpu()
     if logits.shape != (len(pixels), len(classes)):
         raise UserError(
-            f"a network must give one output per class, but this one has outputs of shape {list(logits.shape)} for "
+            f"a network must return one output per class, but this one has outputs of shape {list(logits.shape)} for "
             f"{len(pixels)} images and {len(classes)} classes"
         )
     best = logits.double().softmax(1).topk(min(top, len(classes)), dim=1)

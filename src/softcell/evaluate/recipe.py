@@ -58,7 +58,7 @@ class TrainRecipe:
     been compared with one module by module (benchmarks/NOTES.md).
     `norms`: with several processes, BatchNorm in training steps uses the statistics of the whole batch ("shared", equal
     to one process up to rounding) or of each process's part ("local", without communication).
-    `init`: the folder of a finished training run whose weights, as far as they fit, this one starts from; None: random.
+    `init`: the folder of a finished training run from whose matching weights this one starts; None: random.
     `allow_empty`: train a genotype even if all paths through one of its cells are `none`.
 
     Example:
@@ -117,7 +117,7 @@ class TrainRecipe:
     def __post_init__(self) -> None:
         not_negative("time", self.time)
         if self.epochs == 0 and not self.time:
-            raise UserError("`epochs >= 1` must hold without `time`, but got epochs=0; give --epochs or --time")
+            raise UserError("`epochs >= 1` must hold without `time`, but got epochs=0; pass --epochs or --time")
         for name in ("batch_size", "lr_every", "embedding", *(("epochs",) if self.epochs else ())):
             if getattr(self, name) < 1:
                 raise UserError(f"`{name} >= 1` must hold, but got {name}={getattr(self, name)}")
@@ -175,7 +175,7 @@ FITTED = ("batch_size", "lr", "flip", "cutout")
 """Settings that can be chosen by the data, and the cutout by the number of epochs (`TrainRecipe.auto`)."""
 
 RECIPES: dict[str, dict[str, Any]] = {
-    # For minutes instead of days, by experiments on held-out training images (docs/training.md); `fit_data` and
+    # For minutes instead of days, from experiments on held-out training images (docs/training.md); `fit_data` and
     # `fit_length` have the settings that depend on the data and the number of epochs
     "fast": {
         "epochs": 20,
@@ -366,7 +366,7 @@ def _with_time(*layers: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _left_to_data(auto: Any, *layers: Mapping[str, Any]) -> Any:
-    """The settings that no layer gives; a layer that has `auto` itself is that of a complete recipe."""
+    """The settings missing from all layers; a layer that contains `auto` itself is a complete recipe."""
     for layer in map(layered, layers):
         auto = layer["auto"] if "auto" in layer else [name for name in auto if name not in layer]
     return auto

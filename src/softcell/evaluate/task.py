@@ -119,7 +119,7 @@ class TrainTask:
         self._stepped = True
 
     def _warm_up(self) -> None:
-        """Compile the kernels of fused cells side by side, before the first step would compile them one by one."""
+        """Compile the kernels of fused cells in parallel, before the first step would compile them one by one."""
         recipe = self.recipe
         if not recipe.fused or self.world.device.type != "cuda" or is_modules_only() or not can_fuse():
             return
@@ -191,8 +191,8 @@ class TrainTask:
         if epochs < FEWEST_EPOCHS and self.recipe.epochs not in range(1, FEWEST_EPOCHS):
             self._notify(
                 f"the time of {clock(self.recipe.time)} allows for about {epochs:.1f} epochs, but a network learns "
-                f"little in fewer than {FEWEST_EPOCHS}. Give more time, a smaller network (--cells, --channels) or "
-                "smaller images."
+                f"little in fewer than {FEWEST_EPOCHS}. Allow more time, or use a smaller network "
+                "(--cells, --channels) or smaller images."
             )
 
     @property

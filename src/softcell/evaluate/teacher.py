@@ -91,7 +91,7 @@ def resolve_teacher(name: str, *layers: Mapping[str, Any]) -> TeacherRecipe:
     if given.get("init") is not None:
         raise UserError("a teacher is trained from random weights; leave out `init`")
     if given.get("time"):
-        raise UserError(f"a teacher is trained for a number of epochs; leave out time={given['time']}, give --epochs")
+        raise UserError(f"a teacher is trained for a number of epochs; leave out time={given['time']}, pass --epochs")
     plugins = convert(tuple[str, ...], given.get("plugins", ()), "recipe.plugins")
     load_plugins(plugins)  # first: the network may use a candidate of theirs
     architecture = get_architecture(name)
@@ -111,7 +111,7 @@ def stored_teacher(folder: str | Path, given: Mapping[str, Any]) -> TeacherRecip
     """The recipe of the run in `folder`; settings given with it must not contradict it."""
     manifest = RunFolder.open(folder).manifest
     if manifest["kind"] != "teacher":
-        raise UserError(f"--resume needs a teacher's run, but {folder} holds a {manifest['kind']} run")
+        raise UserError(f"--resume needs a teacher's run, but {folder} is a `softcell {manifest['kind']}` run")
     stored = manifest["recipe"]
     recipe = build(TeacherRecipe, stored, f"{folder}: recipe")
     wanted = resolve_teacher(stored["classifier"], stored, without_auto(given))

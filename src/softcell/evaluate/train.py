@@ -126,7 +126,7 @@ def train_steps(
     """`train` as a run whose steps can be interleaved with those of others (`softcell.engine.interleave`).
 
     startup: up to this many seconds before the first step are not part of the recipe's time. later: how many seconds
-    later than planned the training may end, asked between steps; for one process.
+    later than planned the training may end, called between steps; for one process.
     """
     budget = TimeBudget(recipe.time, startup, later) if recipe.time else None  # reading the data takes a part of it
     load_plugins(recipe.plugins)
@@ -147,7 +147,7 @@ def stored_training(folder: str | Path, given: Mapping[str, Any]) -> tuple[Genot
     """
     manifest = RunFolder.open(folder).manifest
     if manifest["kind"] != "train":
-        raise UserError(f"--resume needs a training run, but {folder} holds a {manifest['kind']} run")
+        raise UserError(f"--resume needs a training run, but {folder} is a `softcell {manifest['kind']}` run")
     load_plugins(manifest["recipe"].get("plugins", ()), f"the run in {folder}")
     genotype = Genotype.from_dict(manifest["results"]["genotype"], f"{folder}: genotype")
     recipe = build(TrainRecipe, manifest["recipe"], f"{folder}: recipe")

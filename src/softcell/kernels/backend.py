@@ -27,7 +27,7 @@ def has_triton() -> bool:
 
 @contextmanager
 def twins_only() -> Iterator[None]:
-    """Within this context no kernel of Triton's runs: for work that happens once, compiling is not worth the time."""
+    """Within this context no kernel of Triton's runs: for one-off work, compiling is not worth the time."""
     token = _TWINS_ONLY.set(True)
     try:
         yield
@@ -36,8 +36,8 @@ def twins_only() -> Iterator[None]:
 
 
 def runs_triton(x: Tensor) -> bool:
-    """Whether operations on `x` go to Triton. Its interpreter (`TRITON_INTERPRET=1`) also takes CPU tensors."""
-    if not torch.compiler.is_compiling() and _TWINS_ONLY.get():  # which a compiler cannot read, nor has to
+    """Whether operations on `x` go to Triton. Its interpreter (`TRITON_INTERPRET=1`) also accepts CPU tensors."""
+    if not torch.compiler.is_compiling() and _TWINS_ONLY.get():  # the compiler cannot read this and does not need to
         return False
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     return (x.device.type == "cuda" or interpreted) and x.dtype in (torch.float32, torch.bfloat16) and has_triton()
@@ -47,7 +47,7 @@ def is_wanted(ctx: Any, number: int) -> bool:
     """In a backward pass: whether the gradient of this tensor is needed, by its number among the forward's.
 
     `needs_input_grad` says only that the tensor requires a gradient, not that this pass computes it. torch does not
-    know this of leaves, so they count as wanted.
+    know this of leaves, so they count as needed.
     """
     node = ctx.next_functions[number][0]
     if node is None:
@@ -63,7 +63,7 @@ def padded(count: int, least: int = 16) -> int:
 def by_twin(
     twin: Callable[..., Sequence[Tensor]], given: Sequence[Tensor | None], grads: Sequence[Tensor | None]
 ) -> list[Tensor | None]:
-    """The gradients of what `twin` makes of `given`, which can be differentiated once more, as a kernel's cannot.
+    """The gradients of `twin(*given)`; unlike those of a kernel, they can be differentiated again.
 
     Each tensor counts as an independent input, even where one of them was computed from another.
     """
@@ -114,7 +114,7 @@ class KeptTable:
         self._copied.record()
 
     def await_copy(self) -> None:
-        # Before a capture begins everything has arrived, and a capture must not query events from outside.
+        # Everything arrives before a capture begins, and a capture must not query outside events.
         if self._on_gpu and torch.cuda.is_current_stream_capturing():
             _captured.add(self)
             return

@@ -1,4 +1,4 @@
-"""Attentions and the kernels of each sample applied to a map (NOS, Eq 3): base ⊙ (1 + A) + base ⊛ D.
+"""Applies attentions and per-sample kernels to a map (NOS, Eq 3): base ⊙ (1 + A) + base ⊛ D.
 
     y[p] = base[p] (1 + a + s[p]) + Σ_t base[p + o_t] d_t
 
@@ -36,7 +36,7 @@ def calibrate(
     base: Tensor, channel: Tensor | None, spatial: Tensor | None, kernels: Tensor, dilation: int = 1
 ) -> Tensor:
     """base [n, c, h, w], channel [n, c, 1, 1], spatial [n, 1, h, w], kernels [n, c, k, k] to a map like `base`."""
-    # A compiler makes its own kernels of the plain form, and would be stopped by ours.
+    # torch.compile generates its own kernels from the plain form; ours would break its graph.
     if torch.compiler.is_compiling() or not runs_triton(base) or kernels.shape[-1] % 2 == 0:
         return calibrate_reference(base, channel, spatial, kernels, dilation)
     return _Calibrate.apply(base, channel, spatial, kernels, dilation)  # type: ignore[no-any-return, no-untyped-call]
@@ -46,8 +46,8 @@ def calibrate_reference(
     base: Tensor, channel: Tensor | None, spatial: Tensor | None, kernels: Tensor | None, dilation: int = 1
 ) -> Tensor:
     """The twin of `calibrate`; without kernels only attentions."""
-    # Kernels first, so that their backward pass comes last: the gradient of `base` then has the layout of `base`,
-    # and not as that of the convolutions, which would slow down every norm behind it.
+    # Kernels first, so that their backward pass comes last: the gradient of `base` then has the layout of `base`
+    # instead of the convolutions', which would slow down every preceding norm.
     convolved = None if kernels is None else convolve(base, kernels, dilation)
     attentions = [a for a in (channel, spatial) if a is not None]
     value = base

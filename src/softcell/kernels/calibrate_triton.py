@@ -11,7 +11,7 @@ import triton.language as tl
 from softcell.kernels.backend import padded
 
 TILE = 2048
-"""Numbers of a tile: places × channels, about."""
+"""Approximate size of a tile: positions × channels."""
 NUMBERS = ["height", "width", "k_n", "k_c", "k_y", "k_x"]
 
 
@@ -108,7 +108,7 @@ def forward(x, channel, spatial, kernels, dilation):
 
 
 def backward(x, channel, spatial, kernels, dilation, gradient):
-    """The gradients of x, of s [n, h·w] (without meaning where there is none) and of all taps [n, k², c]."""
+    """The gradients of x, of s [n, h·w] (undefined without spatial attention) and of all taps [n, k², c]."""
     n, h, w, c = x.shape
     size = kernels.shape[-1]
     places = x.new_empty((n, h * w), dtype=torch.float32)

@@ -1,11 +1,11 @@
-"""An indicator token attends to maps and puts them together (IT-NAS, Eq 3-4), for several edges g at once.
+"""An indicator token attends to maps and combines them (IT-NAS, Eq 3-4), for several edges g at once.
 
     t̂_k = LN(pool(X_k) + p_k),  l_k = asked·t̂_k + shift,  a = softmax([l_0, l_1 … l_m, l of zeros])
     T   = X_0 + (a_0 X_0 + Σ_k a_k X_k) W_v,  Y = LN(T),  output = LN(Y + FFN(Y))
 
 In plain PyTorch that is some twenty operations forward and fifty backward, most of them over whole maps. Triton's
-kernels have an image of an edge in registers: one launch forward and three backward. What is kept for the backward pass
-are the maps, the attention, and Y and the output before scale and shift. `indicate_reference` is the twin of
+kernels have an image of an edge in registers: one launch forward and three backward. The backward pass keeps the maps,
+the attention, and Y and the output before scale and shift. `indicate_reference` is the twin of
 `indicate`.
 """
 
@@ -23,7 +23,7 @@ from softcell.kernels.mix import product
 LARGEST = 2**15
 """Bytes of a map, its sides rounded up to powers of two, that one program's registers hold."""
 TOKENS = 16
-"""Most places of a summary: products that pool more would take more shared memory than any GPU has."""
+"""Maximum number of positions of a summary: products that pool more would take more shared memory than any GPU has."""
 
 
 class Laid(NamedTuple):
@@ -57,7 +57,7 @@ UNREAD = ("shift", "itself", "zeros")
 
 
 class Form(NamedTuple):
-    """What is not in the numbers: sides of the summaries, and what the norms of tokens and of maps add to variances.
+    """Everything but the tensors: the sides of the summaries, and the epsilons of the norms of tokens and maps.
 
     token_eps: None where tokens are not normalised: t̂ is then pool(X) + p itself.
     """
@@ -69,7 +69,7 @@ class Form(NamedTuple):
 
 def indicate(x: Tensor, laid: Laid, form: Form) -> tuple[Tensor, Tensor]:
     """Maps [g·m, n, h, w, c] to outputs [g, n, h, w, c] and attention [g, n, 1 + m + zeros]; edge by edge m maps."""
-    # A compiler makes its own kernels of the plain form, and would be stopped by ours.
+    # torch.compile generates its own kernels from the plain form; ours would break its graph.
     if fits(x, form) and not torch.compiler.is_compiling():
         keeps = torch.is_grad_enabled() and any(one.requires_grad for one in (x, *laid))
         return _Indicate.apply(form, keeps, x, *laid)  # type: ignore[no-any-return, no-untyped-call]

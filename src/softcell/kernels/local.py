@@ -42,7 +42,7 @@ def local_logits(q: Tensor, k: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
     exact = torch.promote_types(q.dtype, torch.float32)
     logits = torch.full(
         (n, heads, extent * extent, height, width), -torch.inf, dtype=exact, device=q.device
-    )  # every pixel has itself for a neighbour, so no softmax is over nothing
+    )  # every pixel is its own neighbour, so no softmax is empty
     for number, own, other in shifted(extent, height, width):
         dots = (q[own] * k[other]).sum(2, dtype=exact)
         positions = by_row[:, :, number // extent][own] + by_column[:, :, number % extent][own]

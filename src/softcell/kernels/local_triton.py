@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""Triton kernels of `local`: one pass over a neighbourhood forward, three backward; nothing of it is ever stored.
+"""Triton kernels of `local`: one pass over a neighbourhood forward, three backward; neighbourhoods are never stored.
 
 A program has BLOCK pixels and all heads: tiles [BLOCK, HB, DB], padded to powers of two. Sums are in float32. Gradients
 of positions are summed over many tiles per program and added up outside, in a fixed order, so that results repeat bit
@@ -11,9 +11,9 @@ import triton
 import triton.language as tl
 
 TILE = 1024
-"""Numbers of a tile, about."""
+"""Approximate number of values in a tile."""
 PROGRAMS = 4096
-"""About as many programs share the sums over all pixels: they fill a GPU, and the partial sums stay small."""
+"""About this many programs share the sums over all pixels: they fill a GPU, and the partial sums stay small."""
 
 
 @triton.jit
@@ -209,7 +209,7 @@ def _sizes(packed, rows):
 
 
 def forward(packed, rows, columns):
-    """packed [n, h, w, 3·c], embeddings float32 [heads, d, extent]; gives y [n, h, w, c] and lse [n, h, w, heads]."""
+    """packed [n, h, w, 3·c], embeddings float32 [heads, d, extent]; returns y [n, h, w, c] and lse [n, h, w, heads]."""
     pixels, height, width, programs, settings = _sizes(packed, rows)
     shape = packed.shape[:3]
     y = packed.new_empty(*shape, packed.shape[3] // 3)

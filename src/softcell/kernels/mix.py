@@ -25,10 +25,10 @@ PARTS = 64
 
 
 def weighted_sum(inputs: Sequence[Tensor], weights: Tensor) -> Tensor:
-    """inputs: m tensors of one shape; weights [m]; gives Σ weights[k] · inputs[k]."""
+    """inputs: m tensors of one shape; weights [m]; returns Σ weights[k] · inputs[k]."""
     assert len(inputs) == weights.shape[0] and len(inputs) > 0
     if torch.compiler.is_compiling():
-        # The compiler fuses the sum itself; what reads values below would end its graph and be compiled per length.
+        # torch.compile fuses the sum itself; reading values below would break its graph and recompile for each length.
         return weighted_sum_reference(inputs, weights)
     result: Tensor = _WeightedSum.apply(weights, *inputs)  # type: ignore[no-untyped-call]
     return result
@@ -63,7 +63,7 @@ def stacked_sum(x: Tensor, weights: Tensor) -> Tensor:
 
 
 class _StackedSum(torch.autograd.Function):
-    """Works on [n, h, w, m, c], the memory layout of maps that were made side by side, channels last."""
+    """Works on [n, h, w, m, c], the memory layout of maps computed together, channels last."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weights: Tensor) -> Tensor:

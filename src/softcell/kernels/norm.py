@@ -9,7 +9,7 @@ so one reducing pass and one writing pass serve all candidates of a node. With d
 scaled sample by sample, and so is g for that choice.
 
 Derived cells, whose norms have scale γ and shift β, are the same sums with weights per channel: Σ_k γ_k · ŷ_k + β_k.
-∂γ_k = Σ g·ŷ_k and ∂β_k = Σg, both by channel, are formed anyway. Such a mix is [1 + 2 · norms, c]: ones, then γ and β
+∂γ_k = Σ g·ŷ_k and ∂β_k = Σg, both by channel, are computed anyway. Such a mix is [1 + 2 · norms, c]: ones, then γ and β
 of every norm. Planes without a norm have row 0, the ones, which get no gradient.
 
 Every function has a `_reference` twin of the same signature in plain PyTorch, which is also the CPU path. Statistics

@@ -1,6 +1,6 @@
 """3×3 pooling over planes [planes, n, h, w, c], and the one pass that sums all parts of a node's gradient.
 
-Maximum and average of the same node read it together. The maximum remembers which tap won (the first of equals, as
+Maximum and average of the same node read it once. The maximum remembers which tap won (the first of equals, as
 PyTorch does); the average does not count padding. Each function has a `_reference` twin in plain PyTorch.
 """
 

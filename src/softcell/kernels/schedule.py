@@ -1,4 +1,4 @@
-"""Launches of kernels that are planned once and run often.
+"""Kernel launches that are planned once and run many times.
 
 Planning a launch (tables of jobs, sizes of blocks, the checks of Triton's launcher) takes Python longer than most
 kernels run. A `Schedule` is planned from sizes alone: it names its tensors instead of holding them, so the same
@@ -29,7 +29,7 @@ class Name(str):
 
 @dataclass(frozen=True, slots=True)
 class StandIn:
-    """What Triton's compiler looks at in a tensor."""
+    """The properties of a tensor that Triton's compiler uses."""
 
     dtype: torch.dtype
     offset: int
@@ -41,7 +41,7 @@ class StandIn:
 class Launch:
     """One kernel launch: a grid and its arguments, some of them names of tensors.
 
-    After the first call the compiled kernel is called directly. Triton's launcher would look at every argument again
+    After the first call the compiled kernel is called directly. Triton's launcher would inspect every argument again
     only to find the same kernel: sizes are constants here, and pointers must be multiples of 16 in every call.
     """
 
@@ -115,7 +115,7 @@ class Schedule:
         return self._add(name, dtype, 0, step)
 
     def view(self, name: str, of: Name, start: int) -> Name:
-        """What follows element `start` of a tensor."""
+        """The part of a tensor from element `start`."""
         dtype = self.types[of]
 
         def step(tensors: Tensors) -> None:
@@ -157,10 +157,11 @@ class Schedule:
 
     @contextmanager
     def beside(self) -> Iterator[None]:
-        """What is launched within runs on a second stream, in parallel with all that follows, until `join`.
+        """Launches inside run on a second stream, in parallel with everything after them, until `join`.
 
-        It sees what was launched before. Until `join`, nothing outside may write what it reads or read what it writes.
-        On a CPU it runs at `join`, as late as it may on a GPU, so that tests without one see such a mistake.
+        They see the results of earlier launches. Until `join`, nothing outside may write what they read or read what
+        they write. On a CPU they run at `join`, as late as possible on a GPU, so that tests without a GPU detect
+        violations.
         """
         before, self._steps, self._is_beside = self._steps, [], True
         try:

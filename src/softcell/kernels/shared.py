@@ -1,4 +1,4 @@
-"""Batch-norm statistics over the rows of all ranks, and the setting that keeps them to each rank.
+"""Batch-norm statistics over the rows of all ranks, and the setting that keeps them local to each rank.
 
 Statistics are merged by the parallel rule of Chan, Golub & LeVeque (1983): with count n_i, mean m_i and sum
 of centred squares s_i on rank i,

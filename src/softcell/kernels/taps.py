@@ -105,7 +105,7 @@ class Share:
 
 
 def shares(groups: Sequence[Group], rows: int, channels: int) -> list[Share]:
-    """Input gradients cut into parts that can run side by side where there are few rows; ordered by source."""
+    """Input gradients cut into parts that can run in parallel if there are few rows; ordered by source."""
     busy = 264  # two programs per multiprocessor of a large GPU
     columns = -(-channels // 64)
     found = []

@@ -1,8 +1,8 @@
 """Compiles the Triton kernels of a step before it runs, in as many processes as there are cores.
 
 The first step of a fused network launches about a hundred different kernels, and Triton compiles each when it is first
-launched: one after the other. Here they are known before. Worker processes compile them into Triton's cache on disk,
-where the first step finds them. There are two ways to know them:
+launched: one after the other. Here they are known in advance. Worker processes compile them into Triton's cache on
+disk, where the first step finds them. There are two ways to find them:
 
     warm_up           training: the schedules of derived networks list their launches
     warm_up_by_run    searches, and networks without schedules: a dry run of the step, in which nothing is launched;
@@ -56,7 +56,7 @@ class Compilation(NamedTuple):
 
 
 class Target(NamedTuple):
-    """What code is generated for, as in `triton.backends.compiler.GPUTarget`."""
+    """The compilation target, as in `triton.backends.compiler.GPUTarget`."""
 
     backend: str
     arch: int
@@ -103,7 +103,7 @@ def dry_launches(found: Callable[[Compilation], None]) -> Iterator[None]:
 
 
 def compilations(schedules: Iterable[Schedule]) -> list[Compilation]:
-    """What the launches of schedules need compiled, each once; nothing runs, and no tensor is needed."""
+    """The kernels that schedules need compiled, each once; nothing runs, and no tensor is needed."""
     found: dict[Compilation, None] = {}  # in the order of launches
     with dry_launches(lambda job: found.setdefault(job)):
         for schedule in schedules:
@@ -189,7 +189,7 @@ def _is_cold() -> bool:
 
 
 def _compiler(target: Target, processes: int | None = None, notify: Notify | None = None) -> Compiler:
-    """One whose workers run already, or a new one."""
+    """The pool whose workers already run, or a new one."""
     global _early
     if _early is None or processes is not None:
         return Compiler(target, processes, notify)
@@ -205,7 +205,7 @@ class Compiler:
     that share a cache (ranks, several searches) take turns: the second one finds what the first has compiled. A kernel
     that cannot be compiled is left to its first launch, which reports the reason.
 
-    target: None: given later, by `assign`. processes: how many workers at most; None: one per core.
+    target: None: given later, by `assign`. processes: maximum number of workers; None: one per core.
     """
 
     def __init__(self, target: Target | None, processes: int | None = None, notify: Notify | None = None) -> None:
@@ -237,7 +237,7 @@ class Compiler:
         if not self._is_alone:
             self._resources.enter_context(_alone(self._marks / LOCK))
             self._is_alone = True
-            if mark.exists():  # another process has compiled it meanwhile
+            if mark.exists():  # another process has compiled it in the meantime
                 return
         folder = self._folder or self._open()
         number, self.num_missing = self.num_missing, self.num_missing + 1
@@ -369,7 +369,7 @@ def _alone(lock: Path) -> Iterator[None]:
 
 
 def _work(folder: Path) -> None:
-    """The body of a worker: compiles jobs whose numbers it reads until there are no more."""
+    """The main loop of a worker: reads job numbers and compiles the jobs until there are no more."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C reaches workers too; they end without a traceback
     marks = _marks()
     importlib.import_module("triton.compiler")  # before the first job, for which an early worker still waits

@@ -1,6 +1,6 @@
 """Base classes of search methods.
 
-A `Method` owns architecture parameters and nothing else: it gives the supernet a mix for each step and derives an
+A `Method` owns architecture parameters and nothing else: it passes the supernet a mix for each step and derives an
 architecture at the end. A `Sampler` owns no parameters: it proposes architectures that are trained one by one, and is
 given their scores. Neither depends on loops, devices or data.
 """
@@ -26,7 +26,7 @@ Regime = Literal["single-level", "bilevel", "unrolled"]
 
 @dataclass(frozen=True)
 class NoSettings:
-    """For methods that have nothing to set."""
+    """For methods without settings."""
 
 
 class Method(nn.Module, ABC):
@@ -154,7 +154,7 @@ class Sampler(ABC):
     @property
     @abstractmethod
     def num_samples(self) -> int:
-        """How many architectures will be proposed."""
+        """The number of architectures to propose."""
 
     @abstractmethod
     def propose(self, number: int, scores: list[float]) -> Genotype:
@@ -164,7 +164,7 @@ class Sampler(ABC):
 class UntrainedSampler(Sampler):
     """A sampler whose architectures are not trained: a score of the network's initial weights replaces its accuracy.
 
-    It keeps to a budget by itself: `allowed` says what may be proposed, `starts` are cheap architectures to begin with.
+    It handles budgets itself: `allowed` decides what may be proposed, `starts` are cheap architectures to begin with.
 
     Example:
         >>> from softcell.methods import METHODS, UntrainedSampler
@@ -183,12 +183,12 @@ class UntrainedSampler(Sampler):
     @property
     @abstractmethod
     def num_rounds(self) -> int:
-        """In how many rounds of equal length the `num_samples` architectures are proposed."""
+        """The number of rounds of equal length in which the `num_samples` architectures are proposed."""
 
     @property
     @abstractmethod
     def num_images(self) -> int:
-        """How many training images `score` is given."""
+        """The number of training images passed to `score`."""
 
     @abstractmethod
     def score(self, network: nn.Module, images: Tensor) -> float:

@@ -6,7 +6,7 @@
     weighting        λ rises linearly over the search, 0 to 50           -> `BetaDarts.begin_epoch`
 
 The gradient of L_Beta is softmax(α): strong candidates are pushed down most, so the softmax stays flat for longer. It
-replaces the weight decay of α, which pulls α towards 0 whatever the softmax makes of it; the recipes set that to 0.
+replaces the weight decay of α, which pulls α towards 0 regardless of the softmax; the recipes set that to 0.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class BetaDartsSettings:
 
 @register_method
 class BetaDarts(SoftmaxMethod):
-    """DARTS whose architecture loss has a term that keeps the softmax of each edge from growing one-sided."""
+    """DARTS whose architecture loss has a term that keeps the softmax of each edge from becoming one-sided."""
 
     name: ClassVar[str] = "beta-darts"
     about: ClassVar[str] = "β-DARTS: DARTS with Beta-Decay, a penalty on the smooth maximum of each edge's logits"

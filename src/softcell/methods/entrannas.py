@@ -12,8 +12,8 @@ Architecture Search (Yang, You, Li, Wang, Qian, Lin; CVPR 2021, arXiv:2101.11342
     Eq 11    L_val + λ · mean over nodes of -log t                 -> `sparsity`, `EnTranNasDst.penalty`
     §2.5     bottleneck                                            -> the space's `bottleneck`
 
-Engine cells (by default the first of each kind) run every candidate and learn; transit cells run the architecture that
-is derived at that moment, each connection with a coefficient of exactly 1.
+Engine cells (by default the first of each kind) run every candidate and learn; transit cells run the architecture
+currently derived, each connection with a coefficient of exactly 1.
 """
 
 from __future__ import annotations
@@ -263,7 +263,7 @@ class _EngineTransit(Method):
 
 
 class _TransitPlanner(Planner):
-    """Transit cells run what is derived from the strengths of the moment (Eq 4); engine cells run everything.
+    """Transit cells run what is derived from the current strengths (Eq 4); engine cells run everything.
 
     can_widen: strengths are margins, and what has none may run with a weight of zero. Thresholds prune a connection in
     nearly every step of a long stretch of the search, and each plan would need its own CUDA graph.
@@ -396,9 +396,9 @@ class EnTranNasDst(_EngineTransit):
         return {name: operation_normalised(q) for name, q in self._pruned().items()}
 
     def occupancy(self, mix: Mix | None = None) -> dict[str, Tensor]:
-        """1 for every connection that is derived, 0 for others; the gradient is that of p + q.
+        """1 for derived connections, 0 for others; the gradient is that of p + q.
 
-        Not q̂: an edge's coefficients sum to 1 however many connections, each of full cost, are on it. Through q a cost
+        Not q̂: an edge's coefficients sum to 1 for any number of connections, each of full cost. Through q a cost
         raises thresholds, through p it moves each edge to cheaper candidates, the last of a node included.
         """
         found = {}

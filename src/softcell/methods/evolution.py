@@ -83,7 +83,7 @@ class RegularisedEvolution(Sampler):
         members = [n for n, score in enumerate(scores) if score > 0]
         if len(members) < size:
             return random_architecture(self.layout, rng)
-        living = members[-size:]  # ageing: all but the newest P are dead, however good they were
+        living = members[-size:]  # ageing: all but the newest P are dead, no matter how good they were
         drawn = [rng.choice(living) for _ in range(self.settings.tournament)]
         parent = max(drawn, key=lambda n: scores[n])  # of equals the one drawn first
         return mutate_one(self.layout, self._proposed[parent], rng)

@@ -15,7 +15,7 @@ weights are exactly 0 and have no gradient.
 
 The authors' code for NAS-Bench-201 adds the weights h^k of the other operations to the node, x_i = h^s F_s(x_j) +
 Σ_{k≠s} h^k. That adds 0, but ∂L/∂h^k is then the sum of ∂L/∂x_i over the feature map instead of 0. The softmax ignores
-what all operations of an edge have in common, so the sampled one is in effect compared with a constant map in place of
+what all operations of an edge have in common, so the sampled one is in effect compared with a constant map instead of
 no map. The published accuracy comes from that code; `unsampled="constant"` is its gradient.
 """
 
@@ -108,7 +108,7 @@ class _SampledPaths(Planner):
         self._method = method
 
     def num_plans(self) -> int | None:
-        """How many sets of candidates a step may run; None where it runs all of them."""
+        """The number of sets of candidates that a step may run; None if it runs all of them."""
         if not self._method.runs_sampled_only():
             return None
         tables = self._method.layout.tables

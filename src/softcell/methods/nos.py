@@ -22,7 +22,7 @@ from softcell.settings import not_negative
 
 @dataclass(frozen=True)
 class NosSettings:
-    """`init_scale`: deviation of the normal distribution that A starts from; the paper says no more than "normal"."""
+    """`init_scale`: deviation of the normal distribution that A starts from; the paper only says "normal"."""
 
     init_scale: float = 1e-3
 

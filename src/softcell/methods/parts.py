@@ -128,8 +128,8 @@ class Planner:
     def widen(self, plan: Plan, reading: Tensor, before: Plan) -> Plan:
         """What a captured step runs where `plan`, made from `reading`, is needed and the step before ran `before`.
 
-        A method whose `relax` gives a weight of zero to what is not needed can return a plan that runs more: plans that
-        change less often need fewer CUDA graphs.
+        A method whose `relax` assigns a weight of zero to unneeded candidates can return a plan that runs more: plans
+        that change less often need fewer CUDA graphs.
         """
         return plan
 
@@ -141,7 +141,7 @@ class Planner:
         return None
 
     def num_plans(self) -> int | None:
-        """How many different plans there can be; None: few enough to capture a graph for each.
+        """The number of different plans; None: few enough to capture a graph for each.
 
         Also for a method without `draw` whose `relax` decides on the host: its steps cannot be captured.
         """
@@ -260,7 +260,7 @@ PROXIES: tuple[Proxy, ...] = ("naswot", "synflow")
 
 
 class _ReluCodes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Sums over every ReLU that runs how alike it treats each pair of images: K [n, n]."""
+    """Sums over all executed ReLUs, for each pair of images, whether both are active or both inactive: K [n, n]."""
 
     def __init__(self, images: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

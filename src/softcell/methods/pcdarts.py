@@ -61,7 +61,7 @@ class _NormalisedEdges(SoftmaxMethod):
         self.beta = nn.ParameterDict()
         for table in layout.tables:
             groups = edge_groups(table)
-            if len(groups) < len(table):  # else every node has one edge, whose weight is 1 whatever its logit
+            if len(groups) < len(table):  # otherwise every node has one edge, whose weight is always 1
                 self.beta[table.name] = nn.Parameter(settings.init_scale * torch.randn(len(table)))
                 self.register_buffer(f"groups_{table.name}", groups, persistent=False)
 

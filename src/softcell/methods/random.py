@@ -17,7 +17,7 @@ from softcell.methods.base import Sampler, register_method
 
 @dataclass(frozen=True)
 class RandomSettings:
-    """`samples`: how many architectures are trained."""
+    """`samples`: the number of architectures to train."""
 
     samples: int = 8
 

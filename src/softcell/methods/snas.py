@@ -49,8 +49,8 @@ class SnasSettings:
     the paper says "annealed to be close to zero". `init_mean` and `init_std`: the normal distribution that log α starts
     from. `record_credit`: whether credits are recorded.
 
-    Deviation: the authors' code has 1 - 0.97·(e + 1)/150 in epoch e from 0, with 150 whatever the number of epochs, so
-    that a shorter search never gets cold. Here the first epoch has the first temperature and the last one the last, in
+    Deviation: the authors' code has 1 - 0.97·(e + 1)/150 in epoch e from 0, with a fixed 150, so that the temperature
+    of a shorter search never gets low. Here the first epoch has the first temperature and the last one the last, in
     searches of any length; over 150 epochs the two differ by at most 0.0065.
     """
 

@@ -34,7 +34,7 @@ def reduced(channels: int, reduction: int) -> int:
 class Calibration(nn.Module, ABC):
     """Computes from a node's value something that is applied to another map.
 
-    The application is linear in what was made: what several edges send is summed and applied once.
+    It is applied linearly, so the results of several edges are summed and applied once.
 
     Example:
         >>> import torch
@@ -51,7 +51,7 @@ class Calibration(nn.Module, ABC):
 
     @abstractmethod
     def applied(self, base: Tensor, made: Tensor) -> Tensor:
-        """base [n, c, h, w] and what modules of this kind made, to a map of the shape of `base`."""
+        """Applies the results of modules of this kind to base [n, c, h, w]; returns a map of the same shape."""
 
 
 class Attention(Calibration):
@@ -130,9 +130,9 @@ class DynamicKernel(Calibration):
 
 
 def calibrated(base: Tensor, made: Sequence[tuple[Calibration, Tensor]]) -> Tensor:
-    """base + base ⊙ A + Σ base ⊛ D (NOS, Eq 3), where each module applies what it made.
+    """base + base ⊙ A + Σ base ⊛ D (NOS, Eq 3), where each module applies its own result.
 
-    base [n, c, h, w]. Both are linear in what was made, so attentions are summed (A of Eq 2), and kernels of one
+    base [n, c, h, w]. Both are linear in the results, so attentions are summed (A of Eq 2), and kernels of one
     dilation too, the smaller in the middle of the larger: this saves memory traffic and launches.
     """
     kernels: dict[int, Tensor] = {}

@@ -7,9 +7,9 @@ with a decorator; it is then known to every space, to the command line and to th
     def my_conv(spec: Spec) -> nn.Module:
         return ReLUConvBN(spec.channels, spec.channels, 3, spec.stride, affine=spec.affine)
 
-A *calibrating* candidate (`kind` attention or kernel) makes no feature map but something that is applied to one: an
+A *calibrating* candidate (`kind` attention or kernel) does not return a feature map but something applied to one: an
 attention that multiplies it, a kernel of each sample that is convolved with it. Its module is a `Calibration`
-(`softcell.nn.calibrate`), which says how.
+(`softcell.nn.calibrate`), which defines how.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class Spec:
     """What a candidate is built for.
 
     `affine`: whether batch-norm learns scale and shift (not in search). `pool_norm`: whether pools are followed by
-    batch-norm (DARTS supernets). `channels_in`: the width that comes in where it is another one, as in chains; only
-    candidates that say `widens` are built for that. `norm`: whether blocks of attention have batch-norm at all.
+    batch-norm (DARTS supernets). `channels_in`: the input width if it differs, as in chains; only candidates with
+    `widens` are built for that. `norm`: whether blocks of attention have batch-norm at all.
 
     Example:
         >>> from softcell.nn import Spec, get_candidate
@@ -64,7 +64,7 @@ class Candidate:
     weights, no noise), so it is computed once for all outgoing edges of a node. `multiple`: it is built for widths that
     are a multiple of this (heads of attention).
 
-    `kind` says what its module gives: a feature map; an attention, of a shape that broadcasts to
+    `kind` is what its module returns: a feature map; an attention, of a shape that broadcasts to
     [n, c, ⌈h/stride⌉, ⌈w/stride⌉]; a kernel per sample and channel [n, c, k, k].
 
     Example:

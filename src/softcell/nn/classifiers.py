@@ -3,8 +3,8 @@
 ResNet-18 for CIFAR: He, Zhang, Ren, Sun, CVPR 2016. PyramidNet with bottlenecks: Han, Kim, Kim: Deep
 Pyramidal Residual Networks, CVPR 2017; depth 110 and α = 84 is NOS's teacher (§4.2).
 
-Each is a frozen dataclass of settings that builds a `Classifier`, a network in two halves: `features` gives one map per
-resolution, `head` turns the last into logits. `Tapped` turns any module into a frozen teacher.
+Each is a frozen dataclass of settings that builds a `Classifier`, a network in two halves: `features` returns one map
+per resolution, `head` turns the last into logits. `Tapped` turns any module into a frozen teacher.
 """
 
 from __future__ import annotations
@@ -256,7 +256,7 @@ class Tapped(nn.Module):
             maps = [maps]
         if not isinstance(maps, list | tuple) or not all(isinstance(m, Tensor) and m.dim() == 4 for m in maps):
             raise UserError(
-                "a teacher must give feature maps [n, c, h, w]: by a method `features`, as its output, or from named "
+                "a teacher must return feature maps [n, c, h, w]: by a method `features`, as its output, or from named "
                 "layers (guide.layers)"
             )
         return list(maps[:number])

@@ -19,7 +19,7 @@ from softcell.nn.norm import BatchNorm2d
 
 
 class ReLUFirst(nn.Sequential):
-    """A chain that starts with ReLU; a caller that has max(x, 0) already may pass it and save the work."""
+    """A chain that starts with ReLU; a caller that already has max(x, 0) may pass it to save work."""
 
     def forward(self, x: Tensor, activated: Tensor | None = None) -> Tensor:
         """x, and max(x, 0) if known, both [n, c, h, w]."""
@@ -51,7 +51,7 @@ class ReLUConvBN(ReLUFirst):
 class DilatedDepthwise(nn.Conv2d):
     """A depthwise k×k convolution with dilation 2 and "same" padding.
 
-    Pixels of even and odd rows and columns never meet in it, so it is an ordinary convolution on four interleaved
+    Pixels of even and odd rows and columns never mix, so it is an ordinary convolution on four interleaved
     grids (on one of them with stride 2). Libraries are slow at the gradients of dilated depthwise convolutions; on
     the grids they are several times faster. Without gradients, and at odd sizes, it runs as an ordinary convolution.
     """

@@ -1,4 +1,4 @@
-"""Batch normalisation by the statistics of the whole batch, however many processes share it.
+"""Batch normalisation by the statistics of the whole batch, regardless of how many processes share it.
 
 How statistics are merged, and the setting that keeps them to each process, are in `softcell.kernels.shared`.
 
@@ -50,7 +50,7 @@ def shared_moments(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     channels = x.shape[1]
     x = x.to(torch.promote_types(x.dtype, torch.float32))
     local = x.numel() // channels
-    # An empty batch has no mean; zero is as good as any, since its count is zero.
+    # An empty batch has no mean; zero works, since its count is zero.
     mean = x.sum((0, 2, 3)) / max(local, 1)
     return merge_over_ranks(local, mean, (x - mean[:, None, None]).square().sum((0, 2, 3)))
 
@@ -73,10 +73,10 @@ def normalise_over_ranks(
 class BatchNorm2d(nn.BatchNorm2d):
     """`torch.nn.BatchNorm2d` over the whole batch of all processes; with one it is exactly that class.
 
-    N ranks on parts of a batch give what one rank gives on the whole. Within `softcell.kernels.shared.local_norms` each
-    rank normalises by its own part instead, as `torch.nn.BatchNorm2d` does. Where batch statistics are used
-    (training, or no running statistics kept), all ranks must run it equally often; a rank without samples
-    passes an empty batch.
+    N ranks on parts of a batch compute what one rank computes on the whole. Within
+    `softcell.kernels.shared.local_norms` each rank normalises by its own part instead, as `torch.nn.BatchNorm2d` does.
+    Where batch statistics are used (training, or no running statistics kept), all ranks must run it equally often; a
+    rank without samples passes an empty batch.
 
     Example:
         >>> import torch
@@ -113,7 +113,7 @@ class BatchNorm2d(nn.BatchNorm2d):
 
     @torch.no_grad()
     def _update_running(self, mean: Tensor, unbiased: Tensor) -> None:
-        """Move the running statistics towards `mean` [C] and the variance `unbiased` [C]."""
+        """Update the running statistics towards `mean` [C] and the variance `unbiased` [C]."""
         if self.running_mean is None or self.running_var is None or self.num_batches_tracked is None:
             return
         self.num_batches_tracked.add_(1)

@@ -1,4 +1,4 @@
-"""What a step minimises: a module from (network, images, labels) to a loss.
+"""What a step minimises: a module that maps (network, images, labels) to a loss.
 
 An objective sees a network only as `features` and `head`, so the same one serves a supernet under a mix and a derived
 network, and it may have its own modules (a decoder, a frozen teacher).
@@ -9,8 +9,8 @@ what is left are decoded by a series of up-sampling layers, and the L1 distance 
 the hidden pixels. No labels are needed, so every method in every space can learn from it.
 
 The paper says only "several smaller, possibly overlapping, random masks [...] that cover up to 1/4 of the
-image". Settled here: 2 to 8 rectangles; each of m has 1/(4m) of the image's area, so that their union is a quarter less
-what overlaps; a rectangle may cross the border, where it is cut off, so that all pixels are hidden equally often;
+image". Our choices: 2 to 8 rectangles; each of m has 1/(4m) of the image's area, so that their union is at most a
+quarter; a rectangle may cross the border, where it is cut off, so that all pixels are hidden equally often;
 hidden pixels are 0, the mean colour of normalised images.
 
 **Attention transfer** (NOS, Eq 6, 8 and 9; Zagoruyko, Komodakis: Paying More Attention to Attention, ICLR 2017): a
@@ -25,7 +25,7 @@ Deviation: the default is the mean square, as in the released code of attention 
 swamps the cross-entropy: its gradient is thousands of times larger.
 
 `Guided` adds λ times this to any objective, so that every method in every space can be guided, in every loss it learns
-from (Eq 8 and 9). The teacher runs once per batch, without gradients, whatever the number of stages.
+from (Eq 8 and 9). The teacher runs once per batch, without gradients, for any number of stages.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Evaluated(NamedTuple):
 
 
 class Objective(nn.Module, ABC):
-    """`supervised`: whether it learns from labels, so that accuracy means something.
+    """`supervised`: whether it learns from labels, so that accuracy is meaningful.
 
     Example:
         >>> import torch
@@ -252,9 +252,9 @@ def _steps(sizes: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 class ContextAutoRegression(Objective):
-    """L1 on what is hidden; gives no logits.
+    """L1 on hidden values; returns no logits.
 
-    stages: shapes (channels, height, width) of the network's feature maps, the largest first. image: shape of an image.
+    stages: shapes (channels, height, width) of the network's feature maps, largest first. image: shape of an image.
     """
 
     supervised: ClassVar[bool] = False

@@ -212,7 +212,7 @@ def _linear_key(part: nn.Module) -> Hashable | None:
 
 
 def run_blocks(modules: Iterable[nn.Module | None], x: Tensor) -> dict[int, Tensor]:
-    """What each block makes of x [n, c, h, w], by its id; modules that must run separately are skipped."""
+    """The output of each block for x [n, c, h, w], by its id; modules that must run separately are skipped."""
     found: dict[int, Tensor] = {}
     for own in grouped(modules, block_key).values():
         if len(own) > 1:
@@ -221,7 +221,7 @@ def run_blocks(modules: Iterable[nn.Module | None], x: Tensor) -> dict[int, Tens
 
 
 def run_alike(modules: Sequence[nn.Module | None], x: Tensor) -> Tensor | None:
-    """What several blocks make of x [n, c, h, w], side by side [n, blocks, c', h', w']; None unless all can."""
+    """The stacked outputs [n, blocks, c', h', w'] of several blocks for x [n, c, h, w]; None unless all stack."""
     groups = list(grouped(modules, block_key).values())
     if len(groups) != 1 or len(modules) < 2 or len(groups[0]) < len(modules):
         return None
@@ -264,7 +264,7 @@ def _embeddings(attentions: Sequence[Attention]) -> list[list[Tensor]]:
 
 
 def _linears(parts: Sequence[nn.Module], x: Tensor) -> Tensor:
-    """Convolutions of x [n, c, h, w] with their norms, side by side: [n, parts · c', h, w]"""
+    """Convolutions of x [n, c, h, w] with their norms, concatenated: [n, parts · c', h, w]"""
     convs, norms = zip(*(_conv_and_norm(part) for part in parts), strict=True)
     return normalise(F.conv2d(x, torch.cat([conv.weight for conv in convs])), norms)
 

@@ -59,7 +59,7 @@ def family(module: nn.Module | None) -> tuple[Hashable, ...] | None:
 
 
 def run_calibrations(modules: Iterable[nn.Module | None], x: Tensor) -> dict[int, Tensor]:
-    """What each module makes of x [n, c, h, w], by its id; those that must run separately are skipped."""
+    """The result of each module for x [n, c, h, w], by its id; those that must run separately are skipped."""
     families = grouped(modules, family)
     if sum(map(len, families.values())) < 2:
         return {}

@@ -69,7 +69,7 @@ def draw_gamma(concentration: Tensor) -> Tensor:
 
 
 def _draw(kind: Callable[..., Tensor], shape: tuple[int, ...], device: torch.device, of_batch: bool) -> Tensor:
-    """`kind(shape)` in float32, so that the precision of a run does not change what is drawn.
+    """`kind(shape)` in float32, so that the precision of a run does not change the samples.
 
     of_batch: the numbers belong to the images of a batch, so evaluations of another batch do not share them.
     """
@@ -127,7 +127,7 @@ class SharedDraws:
 def uniform_for_batch(x: Tensor, *tail: int) -> Tensor:
     """Return this rank's uniform numbers in [0, 1), shape [N, *tail], for `x` [N, ...].
 
-    Always float32, so that the precision of a run does not change what is dropped.
+    Always float32, so that the precision of a run does not change the dropped paths.
     """
     start, total = _slice_of(x)
     return draw_uniform(total, *tail, device=x.device, of_batch=True)[start : start + x.shape[0]]
@@ -265,7 +265,7 @@ def fixed_normal(salt: Tensor, channels: int, height: int, width: int) -> Tensor
 
 
 class Noise(nn.Module):
-    """[n, c, h, w] to noise [n, c, ⌈h/stride⌉, ⌈w/stride⌉] from N(0, 1), whatever the input (space S4 of RobustDARTS).
+    """[n, c, h, w] to noise [n, c, ⌈h/stride⌉, ⌈w/stride⌉] from N(0, 1), independent of the input (RobustDARTS's S4).
 
     Zela et al.: Understanding and Robustifying Differentiable Architecture Search, ICLR 2020, §3. Nothing can be
     learned through it, so a sound search avoids it. In training values are redrawn at every step. Deviation: in

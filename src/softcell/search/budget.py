@@ -45,7 +45,7 @@ RELEASE = 0.25
 FREE = 2 / 3
 """After this share of the epochs no multiplier falls any more: a budget lost then could not be met again."""
 RANGE = {"log": (1e-5, 1.0), "linear": (1e-3, 100.0)}
-"""Least and largest multiplier, by the form of the penalty."""
+"""Smallest and largest multiplier, by the form of the penalty."""
 TRIES = 500
 """Draws per architecture before a budget is given up; counting a large network takes up to a second."""
 ABOUT = "budget"
@@ -91,7 +91,7 @@ class Budget:
         self._taken: int | None = None
 
     def measure(self, genotype: Genotype) -> dict[str, float]:
-        """What the evaluation network of a genotype costs, by kind."""
+        """The costs of a genotype's evaluation network, by kind."""
         if genotype not in self._known:
             cost = count_genotype(self._space, genotype, self._shape, self._num_classes)
             found = {"parameters": float(cost.parameters), "flops": float(cost.multiply_adds)}
@@ -105,7 +105,7 @@ class Budget:
         return all(found[kind] <= limit for kind, limit in self.limits.items())
 
     def end_epoch(self, epoch: int, genotype: Genotype) -> dict[str, float]:
-        """Moves the multipliers; gives metrics of the derived network."""
+        """Updates the multipliers; returns metrics of the derived network."""
         found = self.measure(genotype)
         metrics = {f"derived_{kind}": value for kind, value in found.items()}
         if self._is_usable(genotype):
@@ -247,7 +247,8 @@ class Budget:
 def _format_excess(found: Mapping[str, float], limits: Mapping[str, float]) -> str:
     """The amounts by which costs exceed their budgets; empty where they do not."""
     return " and ".join(
-        f"{format_cost(kind, found[kind])}, {found[kind] / limit - 1:.1%} over the budget of {format_cost(kind, limit)}"
+        f"{format_cost(kind, found[kind])}, {found[kind] / limit - 1:.1%} over the budget of "
+        f"{format_limit(kind, limit)}"
         for kind, limit in limits.items()
         if found[kind] > limit
     )
@@ -261,6 +262,11 @@ def format_cost(kind: str, value: float) -> str:
         if value >= size:
             return f"{value / size:.3g}{unit} {NAMES[kind]}"
     return f"{value:g} {NAMES[kind].removesuffix('s') if value == 1 else NAMES[kind]}"
+
+
+def format_limit(kind: str, value: float) -> str:
+    """A limit with its unit, for messages that state a cost of the same kind first."""
+    return f"{value:.4g}" if kind == "latency" else format_cost(kind, value)
 
 
 def next_within(
@@ -325,14 +331,14 @@ class StatedBudget:
         return Budget(self.resource, None, build_space(space, self.network), shape, self.classes, num_epochs=1)
 
     def costs(self, space: Space) -> CostTables:
-        """What the candidates of a space cost, by which the cheapest network is found."""
+        """The costs of a space's candidates, used to find the cheapest network."""
         shape: Any = self.input
         found = count_candidates(space, shape, self.classes)
         return found if self.latency_table is None else with_latencies(found, self.latency_table)
 
 
 def state_budget(recipe: SearchRecipe, shape: Shape, num_classes: int, results: Mapping[str, Any]) -> dict[str, Any]:
-    """The budget of a search for the `about` of its genotype; empty where there is none.
+    """The budget of a search for the `about` of its genotype; empty without a budget.
 
     results: of the search, with the cost of the derived network by kind.
     """
@@ -380,7 +386,7 @@ def _network(recipe: SearchRecipe, shape: Shape, num_classes: int) -> dict[str, 
 
 
 def stated_budget(genotype: Genotype) -> StatedBudget | None:
-    """The budget in a genotype's `about`; None where there is none."""
+    """The budget in a genotype's `about`; None without one."""
     known = genotype.about.get(ABOUT)
     if known is None:
         return None

@@ -238,7 +238,7 @@ def _budget_of_draws(
     if settings.preset != "none" or settings.weight is not None:
         raise UserError(
             f"a resource penalty works through a method's probabilities, and {recipe.method!r} has none; leave out "
-            "`resource.preset` (--resource) and `resource.weight`, or give a budget instead (--max-params, "
+            "`resource.preset` (--resource) and `resource.weight`, or pass a budget instead (--max-params, "
             "--max-flops, --max-latency), which every drawn architecture then meets"
         )
     if not settings.budgets():

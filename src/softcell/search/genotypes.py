@@ -181,7 +181,7 @@ def read_genotype(source: Genotype | str | Path) -> Genotype:
         return _in_folder(path)
     if not path.exists():
         raise UserError(
-            f"no genotype at {text[:80]!r}: give a file, FILE@NAME, a run folder, RUN@EPOCH, DARTS notation "
+            f"no genotype at {text[:80]!r}: pass a file, FILE@NAME, a run folder, RUN@EPOCH, DARTS notation "
             "(Genotype(...)) or a NAS-Bench-201 string (|op~0|+...)"
         )
     if path.name == "genotype.json" and (path.parent / "run.json").is_file():
@@ -205,7 +205,7 @@ def _in_folder(path: Path) -> Genotype:
         if _in_folder(best) != genotype:
             raise UserError(
                 f"{path / 'genotype.json'} must equal the genotype of the best seed, {best}, but differs; to use your "
-                "own version, copy it out of the folder and give that file"
+                "own version, copy it out of the folder and pass that file"
             )
     return genotype
 

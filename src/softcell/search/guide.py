@@ -106,7 +106,7 @@ def supernet_maps(supernet: Supernet, method: Method) -> list[Shape]:
 
 
 def _sizes(found: FoundTeacher, shape: Shape, session: Session) -> list[tuple[int, int]]:
-    """Heights and widths of the teacher's maps; raises for one that fails or gives values that are not finite."""
+    """Heights and widths of the teacher's maps; raises if it fails or returns values that are not finite."""
     name, maps = found.about["teacher"], list[Tensor]()
     for number in TRIED:
         # Noise, as normalised images are: constant ones have no deviation, by which a user's module may divide.
@@ -121,8 +121,8 @@ def _sizes(found: FoundTeacher, shape: Shape, session: Session) -> list[tuple[in
             raise UserError(_refusal(name, shape, number, read, " ".join(str(error).split())[:200])) from error
         if not maps:
             raise UserError(
-                f"a teacher must give feature maps to compare with, but {name} gives none; name submodules of it with "
-                "guide.layers"
+                f"a teacher must return feature maps to compare with, but {name} returns none; name submodules of it "
+                "with guide.layers"
             )
         for place, m in enumerate(maps, 1):
             _check_map(m, f"map {place} of {len(maps)} of the teacher {name}", number)
@@ -135,7 +135,7 @@ def _check_map(found: Tensor, name: str, number: int) -> None:
         raise UserError(f"a teacher's maps must be of real numbers, but {name} is of {found.dtype}; convert it")
     if found.shape[0] != number:
         raise UserError(
-            f"a teacher must give one map per image, but {name} has {found.shape[0]} for {number} images; give "
+            f"a teacher must return one map per image, but {name} has {found.shape[0]} for {number} images; return "
             "one [c, h, w] for each"
         )
     if not bool(found.isfinite().all()):
@@ -194,7 +194,7 @@ def probe(
 ) -> dict[str, float]:
     """Norms of the gradients of both loss parts, of weights and of architecture, mean over some batches.
 
-    bound: makes the network that the objective evaluates. Nothing learns: statistics and random numbers are restored.
+    bound: creates the network that the objective evaluates. Nothing learns: statistics and random numbers are restored.
     notify: called where the teacher outweighs the task.
     """
     weights = [p for p in network.parameters() if p.requires_grad]

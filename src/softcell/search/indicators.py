@@ -50,23 +50,24 @@ Notify = Callable[[str], None]
 class Baseline:
     """The accuracy of a supernet with all candidates, on the images of the perturbation.
 
-    accuracy: where choices are attended to one by one, the mean over them. commonest: the share of the commonest class.
+    accuracy: where choices are attended to one by one, the mean over them. most_frequent: the share of the most
+    frequent class.
     recalibrated: whether BatchNorm was recalibrated for each mix.
     """
 
     accuracy: float
     images: int
-    commonest: float
+    most_frequent: float
     recalibrated: bool
 
     @property
     def guessing(self) -> float:
         """The accuracy up to which a supernet may be guessing.
 
-        Always answering one class is right for at most the commonest one's share. Two standard deviations of such a
-        share over the images are added, which guessing exceeds once in forty.
+        Always answering one class is right for at most the share of the most frequent class. Two standard deviations of
+        this share over the images are added; guessing exceeds that once in forty times.
         """
-        return self.commonest + 2 * math.sqrt(self.commonest * (1 - self.commonest) / self.images)
+        return self.most_frequent + 2 * math.sqrt(self.most_frequent * (1 - self.most_frequent) / self.images)
 
     @property
     def at_chance(self) -> bool:
@@ -84,7 +85,7 @@ class Baseline:
 
 @dataclass(frozen=True, slots=True)
 class Indicators:
-    """Indicators by name; the baseline where perturbation is among them."""
+    """Indicators by name; the baseline if perturbation is among them."""
 
     values: dict[str, Tables]
     baseline: Baseline | None
@@ -268,8 +269,8 @@ def perturbation(found: Restored, images: int, notify: Notify) -> tuple[Tables, 
                 done += 1
                 notify(f"perturbation, {done} of {total} candidates")
     labels = torch.cat([batch.labels for batch in batches])
-    commonest = int(torch.bincount(labels).max()) / len(labels)
-    return falls, rises, Baseline(sum(baselines) / len(baselines), len(labels), commonest, norms is not None)
+    most_frequent = int(torch.bincount(labels).max()) / len(labels)
+    return falls, rises, Baseline(sum(baselines) / len(baselines), len(labels), most_frequent, norms is not None)
 
 
 @torch.no_grad()

@@ -176,7 +176,7 @@ class ValidationMeter(EpochMeter):
         method, selection = task.method, task.method.selection
         # Asking for the passes clears the sums of earlier ones, so only an epoch that makes them asks.
         passes = selection.passes() if selection is not None and (last or not selection.last_epoch_only) else ()
-        # A pass over the whole supernet gives its accuracy too, where both read the same images.
+        # A pass over the whole supernet also measures its accuracy, where both read the same images.
         whole = passes[0].mix if passes and passes[0].calibration is None else None
         if task.objective.supervised:
             metrics = self._supervised(task, whole)
@@ -324,7 +324,7 @@ class ArchitectureMeter(EpochMeter):
 
 
 class CollapseMeter(EpochMeter):
-    """Warns where most operations of a cell become skip connections, and ends the search if the recipe says so.
+    """Warns where most operations of a cell become skip connections, and ends the search if the recipe requires it.
 
     `kept` is the last architecture from before the collapse that ended a search.
     """

@@ -1,4 +1,4 @@
-"""Perturbation-based selection on a trained supernet, whatever method trained it.
+"""Perturbation-based selection on a trained supernet of any method.
 
 DARTS-PT: Wang, Cheng, Chen, Tang, Hsieh, Rethinking Architecture Selection in Differentiable NAS, ICLR 2021,
 Algorithm 1:
@@ -104,7 +104,7 @@ def allowed_candidates(layout: Layout, table: Table, choice: int) -> list[int]:
 
 
 def num_inputs(layout: Layout, table: Table, target: int) -> int:
-    """How many input edges of a node the space's rule keeps."""
+    """The number of input edges of a node that the space's rule keeps."""
     return sum(pick.target == target for pick in layout.rule(table, torch.zeros(table.shape)))
 
 
@@ -162,7 +162,7 @@ class PerturbationSelection:
         for table in self._layout.tables:
             for i, choice in enumerate(table.choices):
                 allowed = allowed_candidates(self._layout, table, i)
-                # An edge with a single candidate is decided, unless it competes for its node, which is asked about.
+                # An edge with a single candidate is decided, unless it competes for its node, which is measured.
                 contested = i in table.contest_of
                 if len(allowed) == 1 and not (contested and self._is_asked(table, choice.target)):
                     self._decided[table.name, i] = allowed[0]
@@ -280,7 +280,7 @@ class PerturbationSelection:
         return tuple(of(i) for i in range(len(table)))
 
     def _attending_mix(self, without: tuple[str, int, int | None] | None) -> Mix:
-        """The same for a method that combines feature maps itself: a decided edge gives it one candidate."""
+        """The same for a method that combines feature maps itself: a decided edge passes it one candidate."""
         mix = self._method.relax()
         for (name, i), k in self._decided.items():
             mix = WithoutEdge(mix, self._layout, name, i) if k is None else Only(mix, self._layout, name, i, k)
@@ -400,7 +400,7 @@ class PerturbationSelection:
         on_main(lambda: checkpoint.save_file(file, state), self._world)
 
     def _restore(self, file: Path, origin: str) -> int:
-        """Continues after the latest round in `file`; 0 where there is none of this search."""
+        """Continues after the latest round in `file`; 0 if there is none of this search."""
         state = on_main(lambda: checkpoint.load_file(file), self._world)
         if state is None or state.get("origin") != origin:
             return 0

@@ -180,16 +180,17 @@ class Select:
 
 @dataclass(frozen=True, repr=False)
 class SearchRecipe:
-    """A whole search. `regime` "auto" and an empty `split` are resolved before the run, by method and regime.
+    """All settings of a search.
 
+    `regime` "auto" and an empty `split` are resolved before the run, by method and regime.
     `classes`: only that many classes of the data, drawn at random by the seed; None for all.
     `split`: weights learn from `weights`, the architecture from `validation`. Accuracies are measured on `validation`,
     or on `held` if that is given, which is not used for training. `validation` 0: both levels learn from all images of
     `weights`, and accuracies are measured on these too, unless `held` is given.
     `evolution`: with `generations` above 0, architectures are bred and measured with the trained supernet's weights,
     and the best within the budgets is derived instead of the method's own.
-    `select`: with `by` "perturbation", the architecture is selected on the trained supernet by DARTS-PT, whatever
-    method trained it.
+    `select`: with `by` "perturbation", the architecture is selected on the trained supernet by DARTS-PT, for any
+    method.
     `drop_path`: the output of a choice is dropped in training, per image, with a probability that grows linearly over
     the epochs to this. `child_every`: number of epochs between measurements of the derived network with the supernet's
     weights (0: never). `precision` "auto" is resolved at the start, by timing steps on the device. `fused`: on a GPU
@@ -417,7 +418,7 @@ def _left(shares: Mapping[str, float | int]) -> float:
     held = shares.get("held", 0.0)
     if isinstance(held, int) and held > 0:
         raise UserError(
-            f"with split.held={held} as a count, split.weights must be a count too: give --set split.weights=N, or "
+            f"with split.held={held} as a count, split.weights must be a count too: pass --set split.weights=N, or "
             "split.held as a share such as 0.1"
         )
     return 1.0 - held
@@ -432,7 +433,7 @@ def _check_measurable(recipe: SearchRecipe, method: type[Method | Sampler]) -> N
         chooser = f"select.by={recipe.select.by} (--select)"
     if chooser is not None:
         raise UserError(
-            f"{chooser} needs images that no weights were trained on, but split.validation=0 leaves none; give "
+            f"{chooser} needs images that no weights were trained on, but split.validation=0 leaves none; pass "
             "--set split.validation=0.1, or hold some back with split.held"
         )
 
@@ -442,7 +443,7 @@ def _check_split(split: Mapping[str, Any], regime: str) -> None:
     if not wanted <= set(split) <= {"weights", "validation", "held"}:
         raise UserError(
             "`split` must have `weights` and `validation`, and may have `held` to measure on, but got "
-            f"{sorted(split)}; give both, as --set split.weights=0.8 --set split.validation=0.2, or "
+            f"{sorted(split)}; pass both, as --set split.weights=0.8 --set split.validation=0.2, or "
             "--set split.validation=0 alone: all images for both"
         )
     for name in ("weights", "held"):

@@ -105,7 +105,7 @@ class Resource:
         if self.elsewhere and not self.budgets():
             raise UserError(
                 "`resource.image_size` (--at-size), `resource.num_classes` and `resource.sizes` define the "
-                "network that a budget is counted for: give a budget too (--max-params, --max-flops)"
+                "network that a budget is counted for: pass a budget too (--max-params, --max-flops)"
             )
         if not self.kinds:
             raise UserError(f"`resource.kinds` must name at least one of {', '.join(KINDS)}, got none")
@@ -116,7 +116,7 @@ class Resource:
             )
         if self.latency_table is None and (self.max_latency is not None or "latency" in self.kinds):
             raise UserError(
-                "a latency is counted from a table of times: give its file with --latency-table "
+                "a latency budget needs a table of times: pass its file with --latency-table "
                 "(`resource.latency_table`); `softcell latency` measures one"
             )
         if self.latency_table is not None and self.max_latency is None and "latency" not in self.kinds:
@@ -163,7 +163,7 @@ FIXED = "fixed"
 def read_latencies(path: str) -> dict[str, object]:
     """A file of candidate: time, or of table: {candidate: time}.
 
-    `fixed` is the time of everything around the candidates; `about` is for people to read (see `softcell latency`).
+    `fixed` is the time of everything around the candidates; `about` is human-readable (see `softcell latency`).
     """
     data = _read_latency_file(path)
     data.pop("about", None)
@@ -241,7 +241,7 @@ def linear_cost(weights: Tensor, costs: Tensor) -> Tensor:
     Of one-hot weights this is the cost of an architecture, of a relaxed sample its Monte Carlo estimate. Being linear,
     it is at the probabilities exactly the expectation of Eq 11.
 
-    weights [choices, width] or [sites, choices, width]; costs [sites, choices, width]; gives [].
+    weights [choices, width] or [sites, choices, width]; costs [sites, choices, width]; returns [].
     """
     return (weights * costs).sum()
 
@@ -252,8 +252,8 @@ def policy_cost(probabilities: Tensor, costs: Tensor, uniform: Tensor) -> Tensor
     Each edge is credited only with its own cost, since the others' do not affect the expectation of its gradient. The
     baseline b is the edge's expected cost; it lowers the variance and, being the same for all draws, adds no bias.
 
-    probabilities [choices, width]; costs [sites, choices, width]; uniform [draws, choices, width] inside (0, 1); gives
-    the mean over the draws, [].
+    probabilities [choices, width]; costs [sites, choices, width]; uniform [draws, choices, width] inside (0, 1);
+    returns the mean over the draws, [].
     """
     per_edge = costs.sum(0)
     gumbel = -torch.log(-torch.log(uniform))
@@ -274,7 +274,7 @@ def log_cost(weights: Tensor, costs: Tensor) -> Tensor:
     Of a relaxed sample it is theirs. Of the probabilities it is the logarithm of the expected cost; the expectation of
     the former is below it, and differs from it in gradient too, since a logarithm is not linear.
 
-    weights [choices, width] or [sites, choices, width]; costs [sites, choices, width]; gives [].
+    weights [choices, width] or [sites, choices, width]; costs [sites, choices, width]; returns [].
     """
     return (weights * costs).sum(-1).clamp(min=1.0).log().sum(-1).mean()
 
@@ -303,7 +303,7 @@ class ResourcePenalty(nn.Module):
         self.register_buffer("multipliers", torch.full((len(self.budgets),), start))
 
     def forward(self, probabilities: Mapping[str, Tensor], mix: Mix) -> Tensor:
-        """probabilities: per table [choices, width]; gives the term to add to the loss, []."""
+        """probabilities: per table [choices, width]; returns the term to add to the loss, []."""
         weights = self._weights(probabilities, mix)
         terms = []
         if self.settings.eta > 0:

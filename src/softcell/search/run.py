@@ -88,7 +88,7 @@ def search(
 ) -> SearchResult:
     """Runs `recipe` in the folder `out`. With `resume`, continues the run in it (see `stored_recipe`).
 
-    The test set is sealed during the search: whatever the method does, it cannot read it.
+    The test set is sealed during the search: the method cannot read it.
 
     Example:
         >>> from softcell.search import resolve, search
@@ -199,7 +199,7 @@ def stored_recipe(folder: str | Path, given: Mapping[str, Any]) -> SearchRecipe:
     """
     manifest = RunFolder.open(folder).manifest
     if manifest["kind"] != "search":
-        raise UserError(f"--resume needs a search run, but {folder} holds a {manifest['kind']} run")
+        raise UserError(f"--resume needs a search run, but {folder} is a `softcell {manifest['kind']}` run")
     stored = manifest["recipe"]
     load_plugins(stored.get("plugins", ()), f"the run in {folder}")
     # Before anything else: settings of one method or space mean nothing to another.

@@ -322,7 +322,7 @@ def score_architecture(
     images: [n, c, h, w], normalised as for training; the network is scored on their device.
     """
     with torch.random.fork_rng(devices=[]):
-        # Built on the CPU, whose generator gives the same weights whatever the device.
+        # Built on the CPU, whose generator draws the same weights for every device.
         torch.manual_seed(seed)
         network = space.network(genotype, (images.shape[1], images.shape[2], images.shape[3]), num_classes)
     found = score(network.to(images.device), images)

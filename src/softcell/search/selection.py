@@ -2,8 +2,8 @@
 
 Selections by evolution and by strengths work for any method. A selection within a budget serves methods whose strengths
 no penalty can change: IT-NAS searches ProxylessNAS's chain by single paths and keeps networks under 600M multiply-adds;
-the paper does not say how. Settled: among the architectures within the budget the one with the largest sum of attention
-over its layers.
+the paper does not say how. Our choice: among the architectures within the budget, the one with the largest sum of
+attention over its layers.
 
 A *front* has several architectures of one finished search, one per budget: the strongest that a budget allows.
 
@@ -214,8 +214,8 @@ def strongest_accepted(
 ) -> Genotype | None:
     """The architecture that `rule` derives with the smallest penalty on costs that `meets` accepts; None without any.
 
-    probabilities, costs: per table [choices, width]; costs in shares of the largest. Afterwards single choices
-    get more probable candidates, the largest gain first, wherever the result is still accepted: a common λ alone leaves
+    probabilities, costs: per table [choices, width]; costs in shares of the largest. Afterwards single choices get more
+    probable candidates, largest gain first, wherever the result is still accepted: a common λ alone leaves
     a part of the budget unused. Architectures with an empty cell are not accepted. without_none: at first no edge may
     be `none`.
     """
@@ -280,7 +280,7 @@ def _budget(found: Restored, kind: Kind, limit: float) -> Budget:
     budget.find_cheapest(space.layout(), costs, found.method.rule)
     if budget.out_of_reach():
         raise UserError(
-            f"no architecture meets a budget of {format_cost(kind, limit)}: {budget.least(kind)}; give a larger one, "
+            f"no architecture meets a budget of {format_cost(kind, limit)}: {budget.least(kind)}; choose a larger one, "
             f"or search for a smaller network ({budget.smaller()})"
         )
     return budget

@@ -4,7 +4,7 @@ A child is a derived network with the supernet's own weights, without any traini
 supernet shows that the search is biased. `recalibrated` and `batch_statistics` set the statistics that BatchNorm uses
 in such measurements.
 
-`restore` gives the supernet and the method of a search in their latest checkpoint. `draw_reconstructions` shows how a
+`restore` returns the supernet and the method of a search in their latest checkpoint. `draw_reconstructions` shows how a
 supernet reconstructs hidden parts of images after a search by context auto-regression.
 """
 
@@ -286,7 +286,7 @@ def restore(folder: str | Path, *, device: str = "auto", data_root: str | None =
     folder = Path(folder)
     manifest = RunFolder.open(folder).manifest
     if manifest["kind"] != "search":
-        raise UserError(f"a supernet comes from a search, but {folder} holds a {manifest['kind']} run")
+        raise UserError(f"a supernet comes from a search, but {folder} is a `softcell {manifest['kind']}` run")
     load_plugins(manifest["recipe"].get("plugins", ()), f"the run in {folder}")
     recipe = resolve(manifest["recipe"])
     kind = METHODS.get(recipe.method)

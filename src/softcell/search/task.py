@@ -146,7 +146,7 @@ class SearchTask:
         train = self.weights.drafts(epoch, start)
         if self.recipe.regime == "single-level":
             return train
-        # `_cycle` has no end: an epoch is one pass over the split of the weights, whatever the size of the other.
+        # `_cycle` has no end: an epoch is one pass over the split of the weights, regardless of the other's size.
         pairs = zip(train, _cycle(self._validation, self._number), strict=False)
         return ((*own, *held) for own, held in pairs)
 
@@ -232,7 +232,7 @@ class SearchTask:
         """The architecture found: by evolution, within the budget, or the last one from before a collapse."""
         own = self._collapse.kept or self.method.derive()
         if self.recipe.evolution.is_on:
-            # A learned architecture joins the first generation; where there is none (SPOS) evolution decides alone.
+            # A learned architecture joins the first generation; without one (SPOS), evolution alone decides.
             found, self._selected = evolved(
                 self.recipe,
                 self.supernet,

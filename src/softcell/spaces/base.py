@@ -73,8 +73,8 @@ class Supernet(nn.Module, ABC):
     def child(self, genotype: Genotype) -> Network:
         """The derived network in its search form with this supernet's weights: nothing is trained.
 
-        Modules of supernet and network carry the same names, so a child is the subset of the supernet's state that
-        the genotype uses.
+        Modules of supernet and network carry the same names, so a child is the part of the supernet's state that the
+        genotype uses.
         """
         network = self.space.network(genotype, self.shape, self.num_classes, search_form=True)
         own, reference = self.state_dict(), next(self.parameters())
@@ -145,7 +145,7 @@ class Network(nn.Module, ABC):
 
     inputs: Inputs | None = None
     needs_dry_pass: ClassVar[bool] = False
-    """Whether what fused cells launch becomes known by a pass that launches nothing, instead of by `schedules`."""
+    """Whether the launches of fused cells are found by a dry pass instead of from `schedules`."""
 
     def __init__(self, genotype: Genotype, shape: Shape, num_classes: int) -> None:
         super().__init__()
@@ -163,7 +163,7 @@ class Network(nn.Module, ABC):
 
         trust: run the plugins that the folder names, even if they were not trusted here before.
         """
-        from softcell.spaces.pretrained import load_pretrained  # spaces know this file, not the other way round
+        from softcell.spaces.pretrained import load_pretrained  # spaces import this file, not the other way round
 
         return load_pretrained(folder, trust=trust)
 
@@ -190,7 +190,7 @@ class Network(nn.Module, ABC):
         return self(x), None
 
     def schedules(self, batch: int, dtype: torch.dtype, *, training: bool) -> list[Schedule]:
-        """What fused cells launch for a batch of images; empty in spaces whose networks have no fused form."""
+        """The launches of fused cells for a batch of images; empty in spaces whose networks have no fused form."""
         return []
 
 
@@ -198,9 +198,9 @@ class Space(ABC):
     """A search space. Subclasses are frozen dataclasses: their fields are its settings (depth, width, candidates…).
 
     `small` holds the settings for a laptop: a smaller space of the same kind. `tiny` holds those of the smallest size
-    that still has every part, for the suites of `softcell.testing`, where their own do not fit. `evaluation` holds the
-    sizes of evaluation networks, by recipe (`cifar`, `imagenet`) or dataset (`svhn`); `has_auxiliary`: they can have an
-    auxiliary tower. `search_only` names settings that only supernets have.
+    that still has every part, for the suites of `softcell.testing`, if the suites' own sizes do not fit. `evaluation`
+    holds the sizes of evaluation networks, by recipe (`cifar`, `imagenet`) or dataset (`svhn`); `has_auxiliary`: they
+    can have an auxiliary tower. `search_only` names settings that only supernets have.
 
     Example:
         >>> from softcell.arch import count, sample
@@ -326,7 +326,7 @@ def fixed_by(genotype: Genotype, space: Space) -> dict[str, Any]:
     last = max(map(_last, genotype.cells.values()))
     found = {}
     for name in {one.name for one in fields(space)} & set(FIXED):  # type: ignore[arg-type]
-        # Tried one after the other: only the space knows how it numbers nodes (NOS: two numbers per node).
+        # Tried one by one: only the space knows how it numbers nodes (NOS: two numbers per node).
         for value in range(1, last + 2):
             try:
                 layout = replace(space, **{name: value}).layout()  # type: ignore[type-var]

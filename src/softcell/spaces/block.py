@@ -1,7 +1,7 @@
 """The heterogeneous residual block of Neural Operator Search: a node with features, attentions and kernels as inputs.
 
 Eq 2 sums the inputs by kind, every candidate weighted (Eq 7). Eq 3 applies attentions and kernels to the sum of the
-features and adds it all up:
+features and adds everything up:
 
     F_k' = F + F ⊙ A + Σ F ⊛ D
 
@@ -207,7 +207,7 @@ class Block:
         if not features:
             return 1.0
         choice = self._choices[node]
-        # Every picked feature weighs 1, so nothing is left for x.
+        # Every picked feature has weight 1, so no share is left for x.
         if isinstance(mix, WeightMix) and mix.is_picked(site):
             return 0.0
         if isinstance(mix, WeightMix):
@@ -215,7 +215,7 @@ class Block:
             taken = weights.index_select(0, self._index(weights.device, choice, tuple(sorted(features)))).sum()
         else:
             one = x.new_ones(1, 1, 1, 1)
-            # Combining ones gives the sum of the weights.
+            # Combining tensors of ones yields the sum of the weights.
             combined = mix.combine(site, choice, dict.fromkeys(features, one))
             taken = torch.zeros_like(one) if combined is None else combined
         return (1.0 - taken).clamp(min=0.0)

@@ -1,6 +1,6 @@
 """Costs and output shapes, measured on real modules: of a network, and of every candidate of a supernet.
 
-For candidates the supernet is built and run without memory (torch's meta device), which gives the sizes of all nodes;
+For candidates the supernet is built and run without memory (torch's meta device), which yields the sizes of all nodes;
 then every candidate is counted separately. Nothing here depends on the name of a space or a candidate.
 
 Layers cost as in SNAS (Xie, Zheng, Liu, Lin; ICLR 2019), Appendix F. H×W is the size of a layer's output, f×k its
@@ -86,8 +86,8 @@ def pooling(
 ) -> Resources:
     """A pooling layer; sizes as for `convolution`.
 
-    Deviation: a real pooling layer reads f·k values per output value, so H·W·f·k·O; Eq 38 prints another factor I,
-    which `printed` gives.
+    Deviation: a real pooling layer reads f·k values per output value, so H·W·f·k·O; Eq 38 has an additional factor I;
+    `printed` includes it.
     """
     flops = height * width * window * c_out * (c_in if printed else 1)  # Eq 38
     return Resources(0, flops, height * width * (reduction * c_in + c_out))  # Eq 40
@@ -122,7 +122,7 @@ class CostTables:
 class _WithoutNorms(TorchFunctionMode):
     """Batch-norm on the meta device returns its input: it has no products and keeps the shape.
 
-    torch computes its shape by many steps in Python, two fifths of the time of a count.
+    torch computes its shape in many Python steps, which take two fifths of the counting time.
     """
 
     def __torch_function__(
@@ -209,7 +209,7 @@ def count_candidates(
 def cells_with_sizes(space: Space, shape: Shape, num_classes: int) -> list[tuple[MixedCell, list[torch.Size]]]:
     """For every site its cell, without memory, and the sizes [1, c, h, w] of its nodes for one image."""
     layout = space.layout()
-    # Nothing is live: the nodes are zeros of the right size, and no candidate runs.
+    # No candidate is live or runs: the nodes are zeros of the right size.
     idle: dict[int, Live] = {site: ((),) * len(layout.table(name)) for site, name in enumerate(layout.sites)}
     with torch.device("meta"):
         supernet = space.supernet(shape, num_classes).eval()
@@ -253,7 +253,7 @@ class _Counter:
                 if module is None:
                     continue  # zeros cost nothing
                 spec, node = cell.spec_of(choice.source), nodes[choice.source]
-                # Behind a bottleneck narrower than the node.
+                # After a bottleneck, narrower than the node.
                 size = torch.Size([1, spec.c_in, *node[2:]])
                 target = torch.Size([1, spec.channels, *nodes[choice.target][2:]])
                 key = (name, spec, size, target)

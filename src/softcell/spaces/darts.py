@@ -7,7 +7,7 @@ evaluation network batch-norm is affine and pools have none.
 
 Where `none` can be derived (SNAS), a node may lose all its inputs. Deviation: an evaluation network omits such a
 node, since its zeros would only cost the layers that read them. The authors of SNAS keep it as zeros, and have affine
-batch-norm behind pools; `vanished="zeros"` with `pool_norm=True` builds their network.
+batch-norm after pools; `vanished="zeros"` with `pool_norm=True` builds their network.
 """
 
 from __future__ import annotations
@@ -69,15 +69,15 @@ class DartsSpace(Space):
     stem: Literal["cifar", "imagenet"] = "cifar"
     stem_multiplier: int = 3
     share_features: bool = False
-    """In the supernet one weight set per source node and candidate instead of one per edge (EnTranNAS, Eq 6)."""
+    """In the supernet, one set of weights per source node and candidate instead of one per edge (EnTranNAS, Eq 6)."""
     bottleneck: int = 1
-    """In the supernet candidates work on this many times fewer channels (EnTranNAS, §2.5: 4); 1: on all of them."""
+    """In the supernet, candidates work on this many times fewer channels (EnTranNAS, §2.5: 4); 1: on all of them."""
     partial_channels: int = 1
-    """In the supernet candidates work on the first 1/K of the channels, the others bypass them (PC-DARTS: K = 4)."""
+    """In the supernet, candidates work on the first 1/K of the channels; the others bypass them (PC-DARTS: K = 4)."""
     vanished: Literal["dropped", "zeros"] = "dropped"
-    """In the evaluation network a node that no input reaches is omitted, or stays as zeros (the authors of SNAS)."""
+    """In the evaluation network, a node that no input reaches is omitted, or kept as zeros (the authors of SNAS)."""
     pool_norm: bool = False
-    """In the evaluation network pools are followed by affine batch-norm (the authors of SNAS), as in supernets."""
+    """In the evaluation network, pools are followed by affine batch-norm (the authors of SNAS), as in supernets."""
 
     def __post_init__(self) -> None:
         if self.cells < 3:
@@ -330,7 +330,7 @@ class DartsNetwork(Network):
         return [*stages, newer], middle
 
     def schedules(self, batch: int, dtype: torch.dtype, *, training: bool) -> list[Schedule]:
-        """What fused cells launch for a batch of images, so that kernels can be compiled before the first step."""
+        """The launches of fused cells for a batch of images, so that kernels can be compiled before the first step."""
         device = self.classifier.weight.device
         with torch.device("meta"), torch.no_grad():
             stem = copy.deepcopy(self.stem).to("meta")

@@ -1,4 +1,4 @@
-"""The candidate modules of a cell's edges, and how their outputs combine to the value of a node."""
+"""The candidate modules of a cell's edges, and how their outputs are combined to the value of a node."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def check_ratios(channels: int, bottleneck: int, partial_channels: int) -> None:
     if channels % partial_channels:
         raise UserError(
             f"`channels` must be a multiple of `partial_channels`, but got channels={channels}, "
-            f"partial_channels={partial_channels}; set space.partial_channels=1, or give other --channels"
+            f"partial_channels={partial_channels}; set space.partial_channels=1, or change --channels"
         )
 
 
@@ -283,6 +283,6 @@ def node_value(node: int, summed: Tensor | None, like: Tensor, spec: Spec, bottl
 
 
 def zeros(like: Tensor, spec: Spec) -> Tensor:
-    """The value of a node without inputs, at the resolution that candidates of `spec` give for `like`."""
+    """The value of a node without inputs, at the output resolution of candidates of `spec` for `like`."""
     n, _, height, width = like.shape
     return like.new_zeros(n, spec.channels, -(-height // spec.stride), -(-width // spec.stride))

@@ -1,4 +1,4 @@
-"""How cells run: the choice among executors that give the same values at different speeds.
+"""How cells run: the choice among executors that compute the same values at different speeds.
 
     plan           mixed cells                         `_executors`
     plan_modules   the modules that read one node      `_executors`
@@ -38,9 +38,9 @@ class Execution(Enum):
     FUSED_CELL = auto()
     """The whole cell is one program."""
     FUSED_SUMS = auto()
-    """Node by node; the outgoing features of a node are one program, which gives one weighted sum per target."""
+    """Node by node; the outgoing features of a node are one program, which returns one weighted sum per target."""
     FUSED_OUTPUTS = auto()
-    """Node by node; the outgoing features of a node are one program, which gives every output separately."""
+    """Node by node; the outgoing features of a node are one program, which returns every output separately."""
     MODULES = auto()
     """Node by node and module by module."""
 
@@ -78,7 +78,7 @@ class LayerExecution(Enum):
     """The executors of a layer of a mixed chain."""
 
     STACKED = auto()
-    """All blocks give one tensor, which is summed in one pass; `GROUPED` where they are not all of one kind."""
+    """All blocks return one tensor, which is summed in one pass; `GROUPED` where they are not all of one kind."""
     GROUPED = auto()
     """Blocks of one kind run together."""
     MODULES = auto()
@@ -116,7 +116,7 @@ def compute_type(x: Tensor) -> torch.dtype:
 
 
 def can_fuse() -> bool:
-    """Whether this machine can fuse cells; without Triton the kernels' plain twins would be slower than modules."""
+    """Whether this machine can fuse cells; without Triton, the kernels' plain twins would be slower than modules."""
     return has_triton()
 
 

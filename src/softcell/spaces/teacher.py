@@ -49,7 +49,7 @@ class FoundTeacher:
 def register_teacher(name: str, module: nn.Module, layers: Sequence[str] = ()) -> None:
     """Makes any module usable as `--guide NAME`; from Python before a search, or in a plugin file.
 
-    layers: names of submodules whose outputs are compared; without them the module gives feature maps by a method
+    layers: names of submodules whose outputs are compared; without them the module returns feature maps from a method
     `features` or as its output.
 
     Example:
@@ -106,7 +106,7 @@ def find_teacher(
         if source in ARCHITECTURES:
             hint += f"; {source} is built in, but not trained: first `softcell teacher {source} --data ... --out DIR`"
         raise UserError(
-            f"no teacher at {source!r}: give a run of `softcell teacher` or `softcell train`, a file of weights "
+            f"no teacher at {source!r}: pass a run of `softcell teacher` or `softcell train`, a file of weights "
             f"({', '.join(WEIGHT_FILES)}), a .pt2 program, or a name that a plugin registered{hint}"
         )
     tapped = Tapped(found, layers)
@@ -134,7 +134,7 @@ def _from_run(folder: Path) -> tuple[nn.Module, dict[str, Any]]:
         return load_classifier(folder / WEIGHTS), about
     if manifest["kind"] == "train":
         return load_pretrained(folder), about
-    raise UserError(f"a teacher is a trained network, but {folder} holds a {manifest['kind']} run")
+    raise UserError(f"a teacher is a trained network, but {folder} is a `softcell {manifest['kind']}` run")
 
 
 def load_classifier(file: Path, classifier: str | None = None) -> Classifier:

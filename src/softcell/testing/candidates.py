@@ -41,7 +41,7 @@ def halves_by_rounding_up(name: str) -> None:
             found = tuple(output.shape)
             require(
                 found == expected,
-                f"{name} with stride {stride} on {height}x{width} must give {expected}, but gave {found}",
+                f"{name} with stride {stride} on {height}x{width} must return {expected}, but returned {found}",
             )
 
 
@@ -78,7 +78,7 @@ def zero_means_zeros(name: str) -> None:
 
 
 def shared_means_the_same_for_every_edge(name: str) -> None:
-    """Two builds of a shared candidate give the same output, have no weights and draw no random numbers."""
+    """Two builds of a shared candidate have the same output, have no weights and draw no random numbers."""
     for stride in (1, 2):
         for affine in (False, True):
             for pool_norm in (False, True):
@@ -163,12 +163,12 @@ def _require_kind(name: str, output: Tensor, target: tuple[int, int, int, int]) 
     kind, found = get_candidate(name).kind, tuple(output.shape)
     if kind == "attention":
         fits = len(found) == 4 and all(have in (1, want) for have, want in zip(found, target, strict=True))
-        require(fits, f"{name} is an attention: it must broadcast to {target}, but gave {found}")
+        require(fits, f"{name} is an attention: it must broadcast to {target}, but returned {found}")
     else:
         square = len(found) == 4 and found[2] == found[3] and found[2] % 2 == 1
         require(
             square and found[:2] == target[:2],
-            f"{name} is a kernel: it must give {(*target[:2], 'k', 'k')} with an odd k, but gave {found}",
+            f"{name} is a kernel: it must return {(*target[:2], 'k', 'k')} with an odd k, but returned {found}",
         )
 
 
@@ -237,7 +237,7 @@ def count_equals_enumeration(space: Space) -> None:
     for table in small_cuts(space):
         architectures = list(rule.enumerate(table))
         require(
-            len(set(architectures)) == len(architectures), f"enumeration of {_text(table)} gives an architecture twice"
+            len(set(architectures)) == len(architectures), f"enumeration of {_text(table)} yields an architecture twice"
         )
         require(
             rule.count(table) == len(architectures),

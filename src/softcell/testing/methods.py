@@ -50,7 +50,7 @@ def mix_fits_the_layout(kind: type[Method], space: Space) -> None:
     """Plain weights are finite, [choices, width] or one such per site, 0 on padding and 0 outside `live`."""
     method, layout = build_method(kind, space), space.layout()
     mix = method.relax()
-    require(isinstance(mix, Mix), f"{kind.name}: relax must give a Mix, got {type(mix).__name__}")
+    require(isinstance(mix, Mix), f"{kind.name}: relax must return a Mix, got {type(mix).__name__}")
     if not isinstance(mix, WeightMix):
         return
     for site, name in enumerate(layout.sites):
@@ -105,7 +105,7 @@ def derived_architecture_belongs_to_the_space(kind: type[Method], space: Space) 
     method = build_method(kind, space)
     genotype = method.derive()
     check_against(genotype, space.layout())
-    require(method.derive() == genotype, f"{kind.name}: derive must give the same architecture when nothing changed")
+    require(method.derive() == genotype, f"{kind.name}: derive must return the same architecture when nothing changed")
     logits = space.network(genotype, SHAPE, NUM_CLASSES).double()(images())
     require(bool(logits.isfinite().all()), f"{kind.name}: the derived network must work")
 
@@ -172,7 +172,7 @@ def relax_works_without_gradients(kind: type[Method], space: Space) -> None:
 
 
 def kept_mix_takes_new_numbers(kind: type[Method], space: Space) -> None:
-    """A refreshed mix, as captured steps read it, gives what a new one gives."""
+    """A refreshed mix, as captured steps read it, equals a new one."""
     method, supernet = build_method(kind, space), build_supernet(space)
     x = images()
     with torch.no_grad():
@@ -402,7 +402,7 @@ def _learnable(kind: type[Method], layout: Layout, name: str, parameter: Tensor)
     for table in layout.tables:
         if _is_table(name, parameter, table.name, table.shape):
             mask = _taking_part(kind, table)
-            # A softmax over one candidate is 1 whatever its logit: nothing to learn there.
+            # A softmax over one candidate is always 1: there is nothing to learn.
             free = mask & (mask.sum(1, keepdim=True) > 1)
             for contest in table.contests:  # one softmax over their links; `none` is what they leave
                 free[list(contest), 0] = False

@@ -43,7 +43,7 @@ def settings_survive_json(space: Space) -> None:
     """A space is plain data: written and read again it is the same."""
     again = build(type(space), json.loads(json.dumps(to_dict(space))))
     require(again == space, f"settings must survive JSON, but {space} came back as {again}")
-    require(again.layout() == space.layout(), "equal settings must give equal layouts")
+    require(again.layout() == space.layout(), "equal settings must produce equal layouts")
 
 
 @fixed_noise()
@@ -144,7 +144,7 @@ def any_image_shape_works(space: Space) -> None:
         for what, logits in found.items():
             require(
                 tuple(logits.shape) == (BATCH, NUM_CLASSES) and bool(logits.isfinite().all()),
-                f"{what}: images {shape} must give finite logits {(BATCH, NUM_CLASSES)}, got {tuple(logits.shape)}",
+                f"{what}: images {shape} must produce finite logits {(BATCH, NUM_CLASSES)}, got {tuple(logits.shape)}",
             )
 
 
@@ -178,8 +178,8 @@ def samples_survive_json_and_rebuild(space: Space) -> None:
         require(again == genotype, f"a genotype must survive JSON, but {genotype} came back as {again}")
         require(sample(layout, seed) == genotype, f"a random architecture must depend on its seed alone, seed {seed}")
         first, second = (_seeded_network(space, g) for g in (genotype, again))
-        require_close(first(x), second(x), "a genotype read from JSON must give the same network")
-    require(len({sample(layout, seed) for seed in range(20)}) > 1, "20 seeds must not all give one architecture")
+        require_close(first(x), second(x), "a genotype read from JSON must build the same network")
+    require(len({sample(layout, seed) for seed in range(20)}) > 1, "20 seeds must not all sample one architecture")
 
 
 def any_subset_of_candidates_works(space: Space) -> None:
@@ -231,9 +231,9 @@ def auxiliary_tower_is_as_promised(space: Space) -> None:
         return
     require(space.has_auxiliary, "a space with has_auxiliary=False must reject auxiliary=True with a UserError")
     logits, extra = network.forward_with_auxiliary(x)
-    require(extra is not None and extra.shape == logits.shape, "the tower must give logits of the classifier's shape")
+    require(extra is not None and extra.shape == logits.shape, "the tower must return logits of the classifier's shape")
     plain = space.network(genotype, SHAPE, NUM_CLASSES).double()
-    require(plain.forward_with_auxiliary(x)[1] is None, "a network without a tower must give None for its logits")
+    require(plain.forward_with_auxiliary(x)[1] is None, "a network without a tower must return None for its logits")
 
 
 def foreign_genotypes_are_refused(space: Space) -> None:

@@ -187,7 +187,7 @@ def test_a_budget_is_counted_for_images_of_another_size(call: Softcell) -> None:
     assert call("train", "larger", *TINY_TRAIN, "--out", "trained").code == 0
     rejected = call("search", "darts", *TINY, "--at-size", "16")
     assert rejected.code == 2
-    assert "give a budget too (--max-params, --max-flops)" in rejected.error
+    assert "pass a budget too (--max-params, --max-flops)" in rejected.error
 
 
 def test_an_empty_cell_is_reported_and_trained_only_on_request(call: Softcell) -> None:

@@ -29,6 +29,14 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run, "DEMO_TRAIN", {**run.DEMO_TRAIN, "epochs": 1, "batch_size": 512, "space_settings": sizes})
 
 
+def test_the_demo_rejects_a_folder_of_another_command(call: Softcell, tmp_path: Path) -> None:
+    (tmp_path / "mine" / "search").mkdir(parents=True)
+    (tmp_path / "mine" / "search" / "run.json").write_text("{}")
+    answer = call("demo", "--out", "mine")
+    assert answer.code == 2 and "1. Search" not in answer.out
+    assert "a demo needs a new folder" in answer.error and "choose another --out" in answer.error
+
+
 @pytest.mark.usefixtures("tiny")
 def test_the_demo_goes_from_searches_to_a_test_against_random_cells(call: Softcell, tmp_path: Path) -> None:
     answer = call("demo", "--threads", "1", "--seed", "1")

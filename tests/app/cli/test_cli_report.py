@@ -19,7 +19,7 @@ def test_every_run_leaves_a_report_and_report_joins_them(call: Softcell, searche
     answer = call("train", CELL, *TINY_TRAIN, "--random", "1", "--out", "runs/t")
     assert answer.code == 0
     own = (tmp_path / "runs/t/report.html").read_text()
-    assert "Most wrong images" in own and "Comparison with random architectures" in own
+    assert "Most confident mistakes" in own and "Comparison with random architectures" in own
     assert "runs/t/report.html" in answer.out
 
     assert call("report", "runs/t").code == 0
@@ -95,3 +95,13 @@ def test_tensorboard_is_logged_for_every_run_or_rejected_before_it_starts(
     assert call("train", CELL, *TINY_TRAIN, "--tensorboard", "--random", "1", "--out", "t", "-q").code == 0
     for folder in ("t", "t/random-1"):
         assert len(list((tmp_path / folder / "tensorboard").glob("events.out.tfevents.*"))) == 1
+
+
+def test_a_dry_run_of_a_sweep_lists_its_jobs_below_the_given_folder(call: Softcell, tmp_path: Path) -> None:
+    (tmp_path / "plan.yaml").write_text(
+        "{methods: [darts], spaces: [nb201], seeds: 2, search: {data: digits, epochs: 1}}"
+    )
+    answer = call("sweep", "plan.yaml", "--out", "runs/plan", "--dry-run")
+    assert answer.code == 0
+    assert answer.out.splitlines() == [f"to do     runs/plan/darts-nb201-seed{seed}" for seed in (0, 1)]
+    assert not (tmp_path / "runs").exists()

@@ -33,7 +33,7 @@ def test_a_teacher_is_trained_and_guides_a_search(call: Softcell, tmp_path: Path
     report = (tmp_path / "run" / "report.html").read_text()
     assert "attention transfer from the teacher" in report and "on its test split" in report
     wrong = call("train", "--resume", "teacher")
-    assert wrong.code == 2 and "teacher run" in wrong.error
+    assert wrong.code == 2 and "is a `softcell teacher` run" in wrong.error
 
 
 def test_unknown_teachers_are_rejected(call: Softcell) -> None:

@@ -67,6 +67,8 @@ def test_commands_accept_the_architecture_of_an_epoch(call: Softcell, searched: 
     found = json.loads(call("convert", f"{searched}@last", "--to", "json").out)
     assert found["cells"] == json.loads((searched / "genotype.json").read_text())["cells"]
     assert call("show", f"{searched}@1").code == call("info", f"{searched}@1").code == 0
+    assert "epochs=1, epochs 1" not in call("info", searched).out  # the number of epochs is printed once
+    assert "epoch 1\n" in call("info", f"{searched}@1").out and "epochs 1," not in call("info", f"{searched}@1").out
     answer = call("show", f"{searched}@99")
     assert answer.code == 2
     assert "must name an epoch of the search" in answer.error

@@ -172,7 +172,10 @@ def test_the_verdict_says_that_a_network_learned_nothing() -> None:
 
 def test_the_verdict_compares_with_the_own_model_on_the_test_images() -> None:
     summary = dataclasses.replace(made(results(plain_1=0.5, found=0.5)), beside=Beside("mine.onnx", 0.8))
-    assert "mine.onnx (80.0%), on the same 400 test images: 10.0 points better; up to" in verdict(summary)[1][-1]
+    assert (
+        "mine.onnx (80.0%), on the same 400 test images: 10.0 points better; chance may explain up to"
+        in verdict(summary)[1][-1]
+    )
     assert Summary.from_dict(summary.to_dict(), Path("runs/x")) == summary
     close = dataclasses.replace(summary, beside=Beside("mine.onnx", 0.91))
     assert "1.0 points worse" in verdict(close)[1][-1] and "no difference can be claimed" in verdict(close)[1][-1]

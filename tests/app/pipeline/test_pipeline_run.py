@@ -366,7 +366,9 @@ def test_threads_are_timed_unless_requested_or_the_machine_is_busy(
     current = [1]
 
     def train(genotype: Any, recipe: Any, out: Path, *, on_event: OnEvent) -> None:
-        current[0] = recipe.threads or 7  # a training with a time and no threads times steps and sets what is faster
+        current[0] = (
+            recipe.threads or 7
+        )  # a training run with a time limit and threads=0 times steps and sets the faster number
         assert recipe.time > 0
         for step in range(1, 100):
             on_event(Stepped(0, step, 100, 0.0, None))
@@ -626,9 +628,9 @@ def test_bad_requests_are_rejected_before_anything_is_written(
         assert expected in error("--data", tmp_path, *wrong, "--out", tmp_path / "out")
     assert "applies to folders of images" in error("--data", "digits", "--image-size", "16", "--out", tmp_path / "out")
     (tmp_path / "file").write_text("mine")
-    assert "is a file; give another --out" in error("--data", "digits", "--out", tmp_path / "file")
+    assert "is a file; choose another --out" in error("--data", "digits", "--out", tmp_path / "file")
     inside = error("--data", "digits", "--out", tmp_path / "file" / "out")
-    assert "cannot be created or read (Not a directory); give another --out" in inside
+    assert "cannot be created or read (Not a directory); choose another --out" in inside
     assert (tmp_path / "file").read_text() == "mine"
     (tmp_path / "file").unlink()
     missing = error("--data", tmp_path / "none", "--out", tmp_path / "out")
@@ -641,6 +643,6 @@ def test_bad_requests_are_rejected_before_anything_is_written(
 
 def test_a_time_too_short_for_anything_says_how_much_is_needed(data: Path, tmp_path: Path) -> None:
     plan = Plan.create(tmp_path / "short", replace(request(data), time=1.0))
-    with pytest.raises(UserError, match=r"--time 1s is too short: starting.* took \d+ s.*give at least --time \d+[ms]"):
+    with pytest.raises(UserError, match=r"--time 1s is too short: starting.* took \d+ s.*use at least --time \d+[ms]"):
         run(plan, Screen())
     assert not plan.folder.exists()

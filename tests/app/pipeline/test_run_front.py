@@ -136,7 +136,7 @@ def test_shares_of_the_time_follow_the_seconds_of_an_epoch(epochs: list[float]) 
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("200k,50k", "must be in increasing order, but got 200k,50k; give 50k,200k"),
+        ("200k,50k", "must be in increasing order, but got 200k,50k; pass 50k,200k"),
         ("50k,50000", "must differ"),
         ("50k,,1M", "got ''"),
         ("50k,many", "got 'many'"),
@@ -172,7 +172,7 @@ def test_budgets_are_read_and_given_once() -> None:
     asked = RunRequest("digits", max_flops="1M,2M", max_params="50k")
     assert asked.front() == ("max_flops", ("1M", "2M")) and asked.limits()["multiply_adds"] == 2e6
     assert RunRequest("digits").front() is None and RunRequest("digits", max_params="50k").front() is None
-    with pytest.raises(UserError, match="give one of them a single budget"):
+    with pytest.raises(UserError, match="set a single budget for one of them"):
         RunRequest("digits", max_flops="1M,2M", max_params="50k,60k")
 
 
@@ -221,7 +221,7 @@ def test_too_little_time_for_all_budgets_is_refused_and_leaves_nothing(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = replace(request(data, "3k,25k,100k"), time=60.0)
-    with pytest.raises(UserError, match=r"too short for \d budgets?.*give at least --time \d+m, or fewer budgets"):
+    with pytest.raises(UserError, match=r"too short for \d budgets?.*use at least --time \d+m, or fewer budgets"):
         chosen(data, tmp_path / "out", monkeypatch, 10.0, asked)
     assert not (tmp_path / "out").exists()
 

@@ -96,6 +96,20 @@ def test_names_of_groups_have_settings_as_users_type_them_and_short_numbers(tmp_
     ]
 
 
+def test_names_of_groups_list_no_settings_that_follow_from_the_recipe(tmp_path: Path) -> None:
+    for name, recipe in (
+        ("a", {"recipe": "fast", "epochs": 0, "lr": 0.07, "cutout": 0}),
+        ("b", {"epochs": 2, "lr": 0.05, "cutout": 2}),
+        ("c", {"epochs": 9, "lr": 0.05, "cutout": 2}),
+    ):
+        make_training(tmp_path / name, settings=recipe)
+    assert {group.name for group in comparison(tmp_path).groups} == {
+        "darts in nb201 (recipe=fast)",
+        "darts in nb201 (recipe=small, epochs=2)",
+        "darts in nb201 (recipe=small, epochs=9)",
+    }
+
+
 def test_values_that_differ_are_never_shown_alike(tmp_path: Path) -> None:
     limits = (("a", 123456789, 19.398369483787132), ("b", 123456790, 19.39839), ("c", 5, 4.930789715452702))
     for name, limit, time in limits:

@@ -68,7 +68,7 @@ def test_a_report_has_all_sections_and_no_external_resources(tmp_path: Path) -> 
     text = "".join(parsed.text)
     for part in (
         "Runs", "Groups over seeds", "Cells", "Architecture weights", "Curves", "Decisions and collapse",
-        "Confusion matrix", "Most wrong images", "Load the model", "Recipe and provenance", "epoch 6",
+        "Confusion matrix", "Most confident mistakes", "Load the model", "Recipe and provenance", "epoch 6",
         f"load_network('{tmp_path}/trained')", f"softcell train '{tmp_path}/what was found'", "collapse.warn_above",
     ):  # fmt: skip
         assert part in text, part
@@ -200,7 +200,9 @@ def test_random_architectures_are_compared_with_their_run(tmp_path: Path) -> Non
     for k, accuracy in enumerate((0.8, 0.9), start=1):
         make_training(folder / f"random-{k}", method="random", seed=k, accuracy=accuracy)
     text = "".join(parse(report([folder])).text)
-    assert text.index("Most wrong images") < text.index("Comparison with random architectures") < text.index("Load the")
+    headings = ("Most confident mistakes", "Comparison with random architectures", "Load the")
+    places = [text.index(heading) for heading in headings]
+    assert places == sorted(places)
     assert "85.0 ± 7.1 %, n = 2" in text
     assert "cannot be compared: at least 2 runs are needed, but n = 1 for darts in nb201" in text
 
@@ -460,7 +462,7 @@ def test_many_classes_become_lists(tmp_path: Path) -> None:
 def test_a_network_without_mistakes_is_reported_so(tmp_path: Path) -> None:
     text = "".join(parse(report([make_training(tmp_path / "run", accuracy=1.0)])).text)
     assert "No mistakes." in text
-    assert "Most wrong images" not in text
+    assert "Most confident mistakes" not in text
 
 
 def test_the_overlay_is_brightest_where_the_map_is_largest() -> None:

@@ -267,7 +267,7 @@ def test_the_cost_of_a_plan_and_how_it_is_counted_are_separate_words(
     assert softcell(["reproduce", "snas", "--table", "1", "--small"]) == 0
     (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("cost "))
     cost, _, rest = line.removeprefix("cost").strip().partition(" ")
-    assert cost.replace(":", "").isdigit() and rest == "left, if the runs are sequential on this device"
+    assert cost.replace(":", "").isdigit() and rest == "left, if run one after another on this device"
 
 
 @pytest.mark.parametrize(

@@ -118,7 +118,7 @@ def random(
 ) -> None:
     """Sample architectures uniformly from a space; the same seed always gives the same one."""
     if None not in (name, space) and name != space:
-        raise UserError(f"a space is given once, but got {name!r} and --space {space}; leave out one of them")
+        raise UserError(f"pass the space only once, but got {name!r} and --space {space}; leave out one of them")
     space = name or space or "darts"
     at_most("count", count, 1_000_000)
     # Both ends of the range, before anything is written.
@@ -225,6 +225,8 @@ def _describe_network(
 def _describe_genotype(out: Console, found: Genotype) -> None:
     print_fields(out, space=found.space)
     about = {key: value for key, value in found.about.items() if key != ABOUT}
+    if about.get("epochs") in (about.get("epoch"), about.get("settings", {}).get("epochs")):
+        about.pop("epochs", None)  # listed as `epoch` or among the settings
     if about:
         print_fields(out, **{"found by": ", ".join(f"{key} {_plain(value)}" for key, value in about.items())})
     stated = stated_budget(found)
@@ -355,7 +357,7 @@ def _entries(kind: Kind) -> dict[str, str]:
             for name, changes in RECIPES.items():
                 epochs, batch = (changes.get(key, getattr(TrainRecipe, key)) for key in ("epochs", "batch_size"))
                 if "batch_size" in changes.get("auto", ()):
-                    batch = "and rate by the data; made for --time"
+                    batch = "size and learning rate depend on the data; use with --time"
                 found[f"train {name}"] = f"train --recipe {name}: {count_of(epochs, 'epoch')}, batch {batch}"
             return found
         case "candidates":

@@ -48,7 +48,7 @@ from softcell.recipes import search_seeds_recipe
 from softcell.spaces import build_space
 
 FIRST = 24
-"""Width that the first column of a table keeps at least; longer names are folded."""
+"""Minimum width of the first column of a table; longer names are folded."""
 commands = typer.Typer()
 
 
@@ -104,8 +104,8 @@ def bench(
 ) -> int:
     """Look up searches and architectures in the NAS-Bench-201 table.
 
-    Shows valid and test accuracy on three datasets next to the optimum and a random cell, the accuracy of the cell of
-    each epoch, and how well the method's indicator ranks the operations of each edge (Kendall's tau-b).
+    Shows valid and test accuracy on three datasets next to the optimum and a random cell, the accuracy of the cell
+    derived in each epoch, and how well the method's indicator ranks the operations of each edge (Kendall's tau-b).
     """
     screen = console()
     path = _table_path(table)
@@ -134,7 +134,7 @@ def bench(
             return code
         folders.append(str(folder))
     if not genotypes and not folders and not proxy:
-        raise UserError("nothing to look up: give an architecture, a folder of searches, --method or --proxy")
+        raise UserError("nothing to look up: pass an architecture, a folder of searches, --method or --proxy")
     notes: list[str] = []
     runs = bench_runs(found, folders, notes.append) if folders else []
     ranked = [_proxy(found, name, column, data or "digits", data_root, seed or 0) for name in proxies]
@@ -277,7 +277,7 @@ def _proxy(
 
 def _print(screen: Console, title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Prints a table; columns that do not fit the width follow below, with the first column repeated."""
-    # The settings of a group go one below the other, which leaves room for other groups.
+    # The settings of a group are listed one per line, which leaves room for other groups.
     heads = [name.replace(", ", ",\n").replace(") (", ")\n(") if "=" in name else name for name in header]
     screen.print(Text(title, "bold underline"))
     for block in _blocks(heads, rows, screen.width):

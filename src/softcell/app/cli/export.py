@@ -1,4 +1,4 @@
-"""`softcell export` and `softcell predict`: trained networks as files, and the classes that they give images."""
+"""`softcell export` and `softcell predict`: trained networks as files, and the classes they assign to images."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from softcell.evaluate import ImagePrediction, image_files
 from softcell.text import count_of, percent
 
 NOTED = 0.02
-"""Loss of accuracy by int8 that is worth a note."""
+"""Loss of accuracy by int8 from which a note is printed."""
 commands = typer.Typer()
 
 
@@ -127,9 +127,9 @@ def _use(kind: str, file: Path) -> str:
 
 
 SHOWN = 3
-"""Classes that are printed for an image; a CSV has one unless --top says otherwise."""
+"""Number of classes printed per image; a CSV has one unless --top is given."""
 UNREADABLE = 2
-"""Exit code if some image cannot be read."""
+"""Exit code if an image cannot be read."""
 
 
 @commands.command(
@@ -164,8 +164,8 @@ def predict(
 ) -> int:
     """Classify images with a trained network: class names and probabilities.
 
-    Images are prepared as in training: turned upright, scaled, cropped and normalised. Files that cannot be
-    read are named and skipped; the exit code is then 2. With a CSV of a folder whose subfolders are named after
+    Images are prepared as in training: rotated upright, scaled, cropped and normalised. Unreadable files are listed and
+    skipped; the exit code is then 2. With a CSV of a folder whose subfolders are named after
     classes, the accuracy is printed too.
     """
     o.load_plugins(plugin)
@@ -185,7 +185,7 @@ def predict(
     else:
         num_unreadable = _print(classifier, files, top or SHOWN)
     if num_unreadable:
-        # Otherwise the count may come before the last rows where both streams go to one place.
+        # Otherwise the count may be printed before the last rows if both streams go to the same place.
         sys.stdout.flush()
         print(f"{num_unreadable} of {count_of(len(files), 'image')} cannot be read", file=sys.stderr)
     return UNREADABLE if num_unreadable else 0

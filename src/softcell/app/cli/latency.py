@@ -182,7 +182,7 @@ def _show_pack(screen: Console, folder: Path, content: dict[str, Any], search_op
         screen,
         written=f"{folder}: {count_of(candidates, 'candidate')} and {count_of(networks, 'whole network')}, "
         f"{size / 1e6:.1f} MB",
-        on_the_device="pip install onnxruntime numpy; python measure.py   (in the copied folder; see --help)",
+        device="pip install onnxruntime numpy; python measure.py   (in the copied folder; see --help)",
         then=f"copy its {TABLE} back to {folder} and choose MS, the limit in milliseconds",
         next=command("search", *search_options, "--latency-table", folder / TABLE, "--max-latency", "MS"),
     )
@@ -220,7 +220,7 @@ def _write_table(
         "# Written by `softcell latency`. Milliseconds: table: {candidate: time}; `fixed` is the rest of a network.\n"
     )
     content = table.to_dict(about)
-    as_json = out.suffix == ".json"  # as the reader decides, too
+    as_json = out.suffix == ".json"  # the reader uses the same rule
     text = json.dumps(content, indent=2) + "\n" if as_json else header + yaml.safe_dump(content, sort_keys=False)
     write(out, text, overwrite)
     print_fields(screen, written=output_path(out, created))
@@ -230,7 +230,7 @@ def _write_table(
 
 
 def _search_options(space: Space, image: Shape, recipe: str | None) -> tuple[str, ...]:
-    """The options of a search whose networks are those that were measured: its space, data of this shape, sizes."""
+    """The options of a search whose networks match the measured ones: space, data of this shape, sizes."""
     _, height, width = image
     if image == INPUTS["small"]:
         data: tuple[str, ...] = ("digits",)

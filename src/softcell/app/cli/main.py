@@ -266,7 +266,7 @@ def run(arguments: list[str]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except OSError as error:
-        # Problems of the machine: a full disk, a folder without write permission.
+        # Problems with the machine: a full disk, a folder without write permission.
         where = f"{error.filename}: " if error.filename else ""
         return _fail(f"{where}{error.strerror or error}")
     except (MemoryError, RuntimeError) as error:

@@ -190,7 +190,7 @@ def examples(*lines: str) -> str:
 
 
 MOST_CHARACTERS = 2**26
-"""Most characters of an architecture on standard input."""
+"""Maximum length of an architecture on standard input."""
 
 
 def from_stdin(text: str | None) -> str | None:
@@ -198,7 +198,7 @@ def from_stdin(text: str | None) -> str | None:
     if text != "-":
         return text
     try:
-        # One character more than allowed shows that there is more, whatever the length.
+        # Reading one character more than allowed shows whether there is more.
         content = sys.stdin.read(MOST_CHARACTERS + 1)
     except UnicodeDecodeError as error:
         raise UserError(f"standard input must be text, but is not: {error}") from error
@@ -240,8 +240,8 @@ def with_run(text: str, *, only_trusted: bool = False) -> tuple[Path | None, dic
 def own_network(text: str, manifest: dict[str, Any] | None) -> tuple[dict[str, Any] | None, Shape | None, int | None]:
     """The network of a run: settings of its space, shape of its images, number of outputs; None for what is unknown.
 
-    A training has one, finished or not; a search has the one that `softcell train` would build. An architecture without
-    a run has none.
+    A training run has one, finished or not; a search has the one that `softcell train` would build. An architecture
+    without a run has none.
     """
     if manifest is None or manifest["kind"] not in ("train", "search"):
         return None, None, None

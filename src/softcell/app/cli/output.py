@@ -21,7 +21,7 @@ from softcell.engine.distributed import is_main_process
 from softcell.errors import UserError
 from softcell.evaluate import TrainResult
 from softcell.search import SearchResult
-from softcell.search.budget import format_cost
+from softcell.search.budget import format_cost, format_limit
 from softcell.search.run import FIRST
 from softcell.search.supernet import PICTURE, RECALIBRATED
 from softcell.seeds import SearchedSeeds, TrainedSeeds, compared_by, last_accuracy, last_loss
@@ -44,7 +44,7 @@ def command(*words: str | Path) -> str:
     return shlex.join(("softcell", *(str(word) for word in words)))
 
 
-def check_absent(file: Path, overwrite: bool, way_out: str = "give another name") -> None:
+def check_absent(file: Path, overwrite: bool, way_out: str = "choose another name") -> None:
     """Raises if there is a file that may not be replaced."""
     if file.exists() and not overwrite:
         raise UserError(f"{file} already exists; {way_out}, or --overwrite to replace it")
@@ -56,8 +56,8 @@ def check_output_path(file: Path, overwrite: bool) -> Path | None:
     Returns the topmost folder that will be created for it, if any.
     """
     if file.is_dir():
-        raise UserError(f"{file} is a folder; give the name of a file in it")
-    check_absent(file, overwrite, "give another name with --out")
+        raise UserError(f"{file} is a folder; pass the name of a file in it")
+    check_absent(file, overwrite, "choose another name with --out")
     missing = [parent for parent in file.parents if not parent.exists()]
     existing = missing[-1].parent if missing else file.parent
     if not existing.is_dir() or not os.access(existing, os.W_OK):
@@ -67,7 +67,7 @@ def check_output_path(file: Path, overwrite: bool) -> Path | None:
 
 
 def output_path(file: Path, created: Path | None) -> str:
-    """The path of a written file for people; `created` is what `check_output_path` returned."""
+    """The path of a written file for a message; `created` is what `check_output_path` returned."""
     return str(file) if created is None else f"{file} (created the folder {created})"
 
 
@@ -107,11 +107,11 @@ def show_search(out: Console, result: SearchResult) -> None:
 def against_budget(kind: str, found: float, limit: float) -> str:
     """A cost and whether it is within its budget."""
     met = "within the budget of" if found <= limit else "EXCEEDS the budget of"
-    return f"{format_cost(kind, found)}, {met} {format_cost(kind, limit)}"
+    return f"{format_cost(kind, found)}, {met} {format_limit(kind, limit)}"
 
 
 def selected(selection: Mapping[str, Any]) -> str:
-    """How the architecture was selected, and the accuracy of the supernet tuned down to it."""
+    """How the architecture was selected, and the accuracy of the supernet after that."""
     decisions = count_of(len(selection["edges"]), "edge")
     if selection["nodes"]:
         decisions += f" and {count_of(len(selection['nodes']), 'node')}"
@@ -264,7 +264,7 @@ def show_comparison(out: Console, result: TrainResult, baseline: Baseline) -> No
 
 
 def already_finished(out: Console, folder: Path, resume: bool) -> None:
-    """Says that a run to be resumed has nothing left to do."""
+    """Prints that a run to be resumed is already finished."""
     if resume and RunFolder.open(folder).manifest["status"] == "finished":
         out.print(Text(f"{folder} is already finished; this is its result."))
 

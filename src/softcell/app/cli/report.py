@@ -148,7 +148,7 @@ def compare(
 ) -> None:
     """Compare runs over seeds: n, mean, std, and which differences are significant.
 
-    Runs that differ only in their seed form a group. Every two groups measured in the same way on the same data are
+    Runs that differ only in their seed form a group. All pairs of groups measured in the same way on the same data are
     compared by Welch's t-test, corrected for the number of comparisons (Holm). Nothing is claimed from a single run.
     """
     if of != "groups" and format_ != "csv":
@@ -263,10 +263,10 @@ def sweep(
     every = jobs_of(found, folder)
     if dry_run:
         for job in every:
-            screen.print(f"{'finished' if job.is_finished() else 'to do':<9} {job.folder}", markup=False)
+            screen.print(f"{'finished' if job.is_finished() else 'to do':<9} {folder / job.name}", markup=False)
         return 0
     options = merge(plain_options(found) if on != "local" else {}, assignments(cluster or (), "--cluster"))
-    # Jobs cannot ask: they trust the contents that are trusted here, not later versions of the same files.
+    # Jobs cannot ask the user: they trust the contents that are trusted here, not later versions of the same files.
     launcher = make_launcher(on, folder.resolve(), jobs, options, {PASSED_ON: digests(code)} if code else {})
     source = plan / PLAN if plan.is_dir() else plan
     folder.mkdir(parents=True, exist_ok=True)
@@ -285,7 +285,7 @@ def sweep(
         counts["done"] += what == "done"
         words = {
             "start": "started",
-            "wait": "waits, since it was not accepted yet",
+            "wait": "waiting: not accepted by the scheduler yet",
             "done": "finished",
             "retry": "failed, will be retried",
             "failed": "failed",

@@ -38,7 +38,7 @@ from softcell.text import clock, count_of
 
 FAILED = 1
 NOT_MEASURED = "not measured"
-WIDE, LOG_WIDTH = 140, 240  # a terminal that holds a table; a table in a file or pipe
+WIDE, LOG_WIDTH = 140, 240  # terminal width that fits a table; width in a file or pipe
 commands = typer.Typer()
 
 
@@ -74,7 +74,7 @@ def reproduce(
         float | None,
         typer.Option(metavar="M", min=0, help="Stop after this time; the same command continues later."),
     ] = None,
-    at_once: Annotated[int, typer.Option(metavar="N", min=1, help="How many runs share the device, side by side.")] = 1,
+    at_once: Annotated[int, typer.Option(metavar="N", min=1, help="Number of concurrent runs on the device.")] = 1,
     row: Annotated[
         list[str] | None,
         typer.Option(metavar="NAME", help="Run only rows whose name contains NAME; repeatable. Default: all rows."),
@@ -155,7 +155,7 @@ def _list_papers(screen: Console) -> None:
 
 
 def _print_plan(screen: Console, plan: Plan, measure: bool) -> None:
-    """What would be run, how, how much of it is done, and the cost on this device."""
+    """What would run, how, how much is already done, and the cost on this device."""
     screen.print(Text("Protocol", "bold"))
     for rule in PROTOCOL:
         screen.print(f"  - {rule}", markup=False)
@@ -196,7 +196,7 @@ def _print_plan(screen: Console, plan: Plan, measure: bool) -> None:
     if plan.jobs:
         print_fields(screen, runs=f"{_runs(plan.jobs)} in {folder}, {done} finished")
         cost = _cost(plan, plan.jobs, times)
-        length = "" if cost == NOT_MEASURED else " left, if the runs are sequential on this device"
+        length = "" if cost == NOT_MEASURED else " left, if run one after another on this device"
         print_fields(screen, cost=cost + length)
         more = "" if measure else "--measure measures the cost, "
         screen.print(f"Nothing was run: {more}--run runs the plan.", markup=False)

@@ -1,9 +1,9 @@
 """`softcell run`, from images to a trained network in one command, and `softcell demo`.
 
 The demo asks whether a search finds better cells than chance, and answers in minutes, on a CPU, with a test.
-Comparing one found cell with a few random ones shows little, whatever its accuracy. The demo searches with several
-seeds, trains the found cells and random cells of the same space in the same way, and computes how likely such ranks are
-by chance.
+Comparing a single found cell with a few random ones proves little. The demo searches with several
+seeds, trains the found cells and random cells of the same space in the same way, and computes how likely these ranks
+are by chance.
 
 Its space is S4 of RobustDARTS: a separable convolution or pure noise on every edge of DARTS's cells. In the space of
 DARTS nearly every cell solves digits, so there is nothing to find. The settings were chosen on validation images with
@@ -266,16 +266,20 @@ def demo(
     again = ["demo", "--out", str(folder), *(["--seed", str(seed)] if seed else [])]
     again += [word for name, value in given.items() for word in (f"--{name}", str(value))]
 
+    search, first = folder / "search", DEMO_SEARCHES * seed  # demos with different seeds share no search
+    if search.is_dir() and any(search.iterdir()) and not (search / SEEDS).is_file():
+        raise UserError(
+            f"a demo needs a new folder or one of an earlier demo, but {search} holds other files; choose another --out"
+        )
+    seeds = list(range(first, first + DEMO_SEARCHES))
     screen.print("1. Search for cells on 8x8 handwritten digits (UCI, included in the package)", style="bold")
     screen.print(
         f"Every edge is a separable convolution or noise (space s4); DARTS must avoid the noise, {DEMO_SEARCHES} times"
     )
-    search, first = folder / "search", DEMO_SEARCHES * seed  # demos with different seeds share no search
-    seeds = list(range(first, first + DEMO_SEARCHES))
     if (search / SEEDS).is_file() and (known := read_seeds(search)) != seeds:
         raise UserError(
             f"a demo is resumed with its own seed, but {search} has seeds {known[0]} to {known[-1]} and "
-            f"--seed {seed} means {first} to {seeds[-1]}; give another --out, or the --seed of the folder"
+            f"--seed {seed} means {first} to {seeds[-1]}; choose another --out, or the --seed of the folder"
         )
     begun = any(jobs.has_run(seed_folder(search, one)) for one in seeds)
     code = run_seeds(
@@ -313,7 +317,7 @@ def _train_all(
 ) -> dict[str, TrainResult]:
     """Trains the found cells and the demo's random ones, each in a folder named after it; stops at a signal.
 
-    All have one recipe, one seed and the same batches: only the architecture differs. A cell without any path from
+    All share one recipe, one seed and the same batches: only the architecture differs. A cell without any path from
     input to output is trained like the others, whether found or random.
     """
     example = next(iter(found.values()))
@@ -359,5 +363,5 @@ def _show_demo(
         screen.print(Text(f"{name:<14}{percent(accuracies[name]):>6}{size}", "bold" if name in found else ""))
     screen.print()
     screen.print(Text(sentence, "bold"))
-    print_fields(screen, best_found=str(trained[best].folder / jobs.CELLS))
+    print_fields(screen, drawing=str(trained[best].folder / jobs.CELLS))
     print_fields(screen, report=str(trained[best].folder / REPORT), record=str(folder / DEMO_RECORD))

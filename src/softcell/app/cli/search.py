@@ -311,7 +311,7 @@ def resumed(
 
 
 def unfinished(kind: str) -> list[Path]:
-    """Runs below `runs/` that can be resumed, the newest first."""
+    """Runs below `runs/` that can be resumed, newest first."""
     found = []
     for file in sorted(RUNS.glob("**/run.json"), key=lambda path: path.stat().st_mtime, reverse=True):
         try:

@@ -63,7 +63,7 @@ def derive(
     (BatchNorm recalibrated): they compare architectures roughly, and say little about the accuracy after training.
     """
     if (max_params is None) == (max_flops is None):
-        raise UserError("give either --max-params or --max-flops, with one or more budgets, such as 50k,200k,1M")
+        raise UserError("pass either --max-params or --max-flops, with one or more budgets, such as 50k,200k,1M")
     o.load_plugins(plugin)
     kind: Kind = "flops" if max_params is None else "parameters"
     option = "--" + OPTIONS[kind].replace("_", "-")
@@ -148,7 +148,7 @@ def indicators(
     """
     o.load_plugins(plugin)
     screen, target = console(), out or run / "indicators.json"
-    check_absent(target, overwrite, "give another name with --out")
+    check_absent(target, overwrite, "choose another name with --out")
     if out is None:
         # Only listed files of a run folder are deleted when the run is replaced with --overwrite.
         list_file(target)
@@ -163,7 +163,7 @@ def indicators(
     for pair in found["edges"][0]["tau"]:
         known = [edge["tau"][pair] for edge in found["edges"] if edge["tau"][pair] is not None]
         mean = f"{sum(known) / len(known):.2f} (mean of {count_of(len(known), 'edge')})" if known else "not defined"
-        print_fields(screen, **{"tau": f"{pair}: {mean}"})
+        print_fields(screen, kendalls_tau=f"{pair}: {mean}")
     for label, text in _remarks(found):
         print_fields(screen, **{label: text})
     write(target, json.dumps(found, indent=2) + "\n", overwrite)
@@ -171,14 +171,14 @@ def indicators(
 
 
 def _best(edge: Mapping[str, Any], name: str) -> str:
-    """The best candidate of an edge, or how many share the highest value; a dash if the indicator has no value."""
+    """The best candidate of an edge, or how many candidates are tied for it; a dash if the indicator has no value."""
     if name in edge["tied"]:
         return f"tie of {len(edge['tied'][name])}"
     return edge["best"][name] or "–"
 
 
 def _remarks(found: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """What the table rests on, as pairs of a name and a text."""
+    """What the table is based on, as pairs of a name and a text."""
     remarks: list[tuple[str, str]] = []
     baseline = found["baseline"]
     if baseline is not None:
@@ -299,7 +299,7 @@ def _edge(table: Table, name: str | None) -> int:
 
 
 def _pictures(found: Restored, image: list[int] | None, picture: list[Path] | None) -> tuple[Tensor, list[str], Tensor]:
-    """Pixels uint8 [n, c, h, w], a title each, and labels int64 [n]; -1 where unknown."""
+    """Pixels uint8 [n, c, h, w], a title for each image, and labels int64 [n]; -1 where unknown."""
     part, (channels, height, width) = found.parts[found.recipe.measured_split], found.dataset.shape
     numbers = image if image is not None else ([] if picture else list(range(min(SHOWN, len(part)))))
     for number in numbers:

@@ -1,4 +1,4 @@
-"""`softcell train` and `teacher`: networks of a searched or of a fixed architecture."""
+"""`softcell train` and `teacher`: networks with a searched or a fixed architecture."""
 
 from __future__ import annotations
 

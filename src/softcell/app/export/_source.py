@@ -1,4 +1,4 @@
-"""Collects the source of modules that cannot be traced, so that one file that imports only torch can hold them.
+"""Collects the source of modules that cannot be traced into one file that imports only torch.
 
 Starting from classes, every name that their code uses is followed: definitions of Softcell or a plugin are copied,
 those of torch and the standard library are imported. Of a class only the methods whose names occur in the code are
@@ -30,7 +30,7 @@ REPLACED: dict[Key, str] = {
     ("softcell.nn.stochastic", "DropPath"): "nn.Identity",  # nothing is dropped outside training
     ("softcell.nn.stochastic", "Dropout"): "nn.Identity",
 }
-"""Modules that plain torch has under another name."""
+"""Modules that plain torch provides under another name."""
 DROPPED_BASES = {"ABC", "Generic", "Protocol", "Module"}
 KEPT_SPECIAL = {"__call__", "__len__", "__iter__", "__getitem__", "__contains__", "__enter__", "__exit__"}
 _EXAMPLE = re.compile(r'\n\s*Example:\n.*?(?="""$)', re.DOTALL | re.MULTILINE)  # examples import the package
@@ -126,7 +126,7 @@ def locate(module: str, name: str) -> Found | None:
     if found is not None:
         return found
     try:
-        # What is imported may also be a module of its package.
+        # The imported name may also be a submodule of its package.
         importlib.import_module(f"{origin}.{inner}")
     except ImportError:
         raise UserError(
@@ -152,13 +152,13 @@ class Piece:
 
 
 class Sources:
-    """The closure of a set of classes; `attributes` are the names behind a dot in all that was collected."""
+    """The closure of a set of classes; `attributes` are the names after a dot in all collected code."""
 
     def __init__(self, roots: Iterable[Key]) -> None:
         self._roots = list(dict.fromkeys(roots))
         self.imports: set[str] = set()
         self.attributes: set[str] = set()
-        self.own: dict[Key, set[str]] = {}  # per class the names behind `self.`
+        self.own: dict[Key, set[str]] = {}  # per class, the names after `self.`
         self.names: dict[Key, str] = {}
         self.pieces: dict[Key, Piece] = {}
         before = None
@@ -174,7 +174,7 @@ class Sources:
                     waiting += self.pieces[key].needs
 
     def ordered(self) -> list[str]:
-        """The definitions, each after those that it needs."""
+        """The definitions, each after its dependencies."""
         done: list[Key] = []
 
         def visit(key: Key) -> None:

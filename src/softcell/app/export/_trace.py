@@ -77,7 +77,7 @@ def trace(module: nn.Module, arguments: tuple[Any, ...]) -> Traced:
     try:
         with torch.no_grad():
             graph = tracer.trace(root(module, arguments))
-    except Exception as error:  # whatever the code of a module does with something that is not a tensor
+    except Exception as error:  # the module's code may raise anything when called with proxies instead of tensors
         raise Untraceable(str(error)) from error
     return _Writer(module, arguments, graph).write()
 
@@ -346,7 +346,7 @@ class Units:
         self._visit(network, (None,))
 
     def _visit(self, module: nn.Module, arguments: tuple[Any, ...]) -> Any:
-        """Traces a module and everything that it calls; gives the structure of its result."""
+        """Traces a module and everything that it calls; returns the structure of its result."""
         key = key_of(type(module))
         if id(module) in self.called:  # called twice, in the same way if it is to be traced
             if id(module) in self.traced and self._arguments[id(module)] != arguments:
@@ -399,5 +399,5 @@ def key_of(kind: type) -> Key:
 
 
 def torch_base(kind: type) -> type:
-    """The most special class of torch that `kind` derives from."""
+    """The most derived torch class among the base classes of `kind`."""
     return next(base for base in kind.__mro__ if is_foreign(base.__module__) and issubclass(base, nn.Module))

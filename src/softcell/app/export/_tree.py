@@ -27,7 +27,7 @@ from softcell.errors import UserError
 
 WIDTH = 120
 LARGEST_CONSTANT = 100_000
-"""Values of a constant tensor that are still written out."""
+"""Maximum number of values of a constant tensor that is written out."""
 _OF_EVERY_MODULE = frozenset(nn.Module().__dict__)
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.ParameterList)
 
@@ -186,7 +186,7 @@ class Tree:
         return parts
 
     def _read(self, kind: type) -> set[str]:
-        """Names that the code reads of instances of `kind`: behind `self.`, or behind a dot where no tensor has one."""
+        """Names that the code reads of instances of `kind`: after `self.`, or after a dot if tensors lack the name."""
         own: set[str] = set()
         for base in kind.__mro__:
             own |= self._sources.own.get(key_of(base), set())
@@ -371,7 +371,7 @@ class Functions:
     def write(self) -> tuple[list[tuple[str, list[str], Expression]], Expression]:
         """Name, arguments and body of every function, inner ones first, and the rest."""
         made = []
-        for one in reversed(self._known.values()):  # a part is met after those that it is part of
+        for one in reversed(self._known.values()):  # a part is visited after the parts that contain it
             values = [leaf.open for leaf in _numbers(one.example)]
             for name, positions in zip(one.arguments, one.columns, strict=True):
                 for position in positions:

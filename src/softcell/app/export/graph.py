@@ -43,9 +43,9 @@ from softcell.spaces import Shape
 OPSET = 20
 """Version of the operators; `scan` takes its own from the module of the same version."""
 CALIBRATION = 256
-"""Training images whose activations give the ranges."""
+"""Number of training images used to calibrate activation ranges."""
 MOST_MEASURED = 2000
-"""Images on which both networks are compared, if there are more. Nothing is selected by the result."""
+"""Maximum number of images on which both networks are compared. Nothing is selected by the result."""
 BATCH = 32
 QUANTISED = ("Conv", "Gemm", "MatMul", "Relu", "MaxPool", "Concat")
 """Operators that compute in 8 bits."""
@@ -185,7 +185,7 @@ def grouped_by_image(
 ) -> Tensor:
     """A convolution whose number of groups is a multiple of the batch, image by image; others are left alone.
 
-    x [1, n·g·i, h, w]; weight [n·g·o, i, kh, kw]; gives [1, n·g·o, h', w'] for g groups per image.
+    x [1, n·g·i, h, w]; weight [n·g·o, i, kh, kw]; returns [1, n·g·o, h', w'] for g groups per image.
     """
     if isinstance(groups, int):
         return NotImplemented  # type: ignore[no-any-return]
@@ -232,7 +232,7 @@ def scan(x: Any, weight: Any, stride: list[int], padding: list[int], dilation: l
 
 @dataclass(frozen=True, slots=True)
 class CalibrationData:
-    """Images of the data that a network was trained on: some to calibrate with, others to measure on.
+    """Images of the data that a network was trained on: some for calibration, others for measuring.
 
     `measured` are indices of `others`, images that the network has not learned from. They are of the `split` "holdout",
     the training images held out of its training, or "test" if there are none; None without either.
@@ -291,7 +291,7 @@ class Quantised:
 
 
 def check_quantisable(model: Model) -> None:
-    """Raises for a network that has no accuracy to compare."""
+    """Raises if the network has no accuracy to compare."""
     if model.output != "logits":
         raise UserError(
             "only classifiers are exported to onnx-int8, where accuracy shows what was lost, but this network was "
@@ -302,7 +302,7 @@ def check_quantisable(model: Model) -> None:
 def calibration_data(
     source: Path, model: Model, *, data: str | None, data_root: str | None, calibration: int
 ) -> CalibrationData:
-    """The images of the training in `source`, or those named by `data` and `data_root`, in its own splits."""
+    """The images of the training run in `source`, or those named by `data` and `data_root`, in its own splits."""
     if calibration < 1:
         raise UserError(f"`calibration >= 1` must hold, the number of training images, but got {calibration}")
     if (source / MANIFEST).is_file():
@@ -320,11 +320,11 @@ def calibration_data(
     else:
         raise UserError(
             f"onnx-int8 is calibrated on training images, but {source} is an export and does not say where they are; "
-            "give the training run instead, or --data"
+            "pass the training run instead, or --data"
         )
     _check_same(model, dataset, known, source)
     calibrated = _some(parts["train"], calibration)
-    if "holdout" in parts:  # leaves the test images to the one measurement of the training
+    if "holdout" in parts:  # leaves the test images to the training run, which reads them once
         return CalibrationData(
             dataset.train, calibrated, dataset.train, _some(parts["holdout"], MOST_MEASURED), "holdout"
         )
@@ -337,9 +337,9 @@ def _check_same(model: Model, dataset: Dataset, known: dict[str, Any], source: P
         raise UserError(
             f"onnx-int8 needs the images that {source} was trained on, {list(model.shape)} of {len(model.classes)} "
             f"classes, but {dataset.name} has {list(dataset.shape)} and {len(dataset.classes)} classes or other names; "
-            "give the right --data"
+            "pass the right --data"
         )
-    # Times of files change when a dataset is copied, its content does not.
+    # File times change when a dataset is copied, but its content does not.
     before = {key: value for key, value in known.get("fingerprint", {}).items() if not key.endswith("times")}
     if before and any(content_of(dataset).get(key) != value for key, value in before.items()):
         raise UserError(

@@ -1,4 +1,4 @@
-"""A trained network with the facts for its use, read from a run, an export or an ONNX file, and used on image files."""
+"""A trained network with the facts needed to use it: read from a run, export or ONNX file, applied to image files."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 import logging
 import shlex
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -33,16 +33,17 @@ INPUT, ONNX = "pixels", "model.onnx"
 BATCHES = (1, 2, 5)
 """Batch sizes at which an exported model is compared with the network."""
 TOLERANCE = 1e-4
-"""Largest difference of outputs, relative to the largest of them: other libraries sum in another order."""
+"""Maximum difference of outputs, relative to the largest one: other libraries sum in a different order."""
 
 
 @dataclass(frozen=True)
 class Model:
     """A network in eval mode on the CPU.
 
-    `mean` and `std` are per channel in 0..1 units. `about` has facts about its training, for people to read.
-    A picture is scaled to `scaled_to`, all of it if `whole` and else a central part of that aspect; its centre is seen.
-    `output`: `logits` of the classes, or an `embedding` that was learned from them, compared by cosine similarity.
+    `mean` and `std` are per channel in 0..1 units. `about` has human-readable facts about its training.
+    A picture is scaled to `scaled_to`: all of it if `whole`, otherwise a central part of that aspect ratio. The network
+    sees its centre. `output`: `logits` of the classes, or an `embedding` that was learned from them, compared by cosine
+    similarity.
 
     Example:
         >>> import torch
@@ -139,7 +140,7 @@ def plain_facts(description: Mapping[str, Any], place: Path) -> dict[str, Any]:
 
 
 def trained_folder(folder: str | Path) -> Path:
-    """The folder with the weights: `folder`, or the training inside a folder of `softcell run`.
+    """The folder with the weights: `folder`, or the training run inside a folder of `softcell run`.
 
     Without weights, a `UserError` explains how to get them.
 
@@ -295,7 +296,7 @@ def predict(
         >>> found.file.name, len(found.classes), found.probabilities[0] >= found.probabilities[1]
         ('grey.png', 2, True)
     """
-    given = [images] if isinstance(images, str | Path) else list(images)
+    given = list(images) if isinstance(images, Iterable) and not isinstance(images, str) else [images]
     strange = next((one for one in given if not isinstance(one, str | Path)), None)
     if strange is not None:
         raise UserError(
@@ -362,6 +363,6 @@ def _parsed(file: Path, key: str, text: str) -> Any:
 
 def _no_classes(place: Path) -> UserError:
     return UserError(
-        f"only a classifier has classes to predict, but {place} was trained for retrieval and gives embeddings; "
+        f"only a classifier has classes to predict, but {place} was trained for retrieval and returns embeddings; "
         "`softcell export --to python` writes a predict.py that sorts images by their similarity"
     )

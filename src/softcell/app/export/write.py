@@ -62,7 +62,7 @@ FILES: dict[Format, tuple[str, ...]] = {
     "torch-export": ("model.pt2",),
 }
 STAGE = ".export.tmp"
-"""Folder for files that are not checked yet."""
+"""Folder for files that have not been checked yet."""
 PACK = "pack.json"
 SCRIPT = "measure.py"
 TABLE = "latency.json"
@@ -150,8 +150,8 @@ def export(
     """Writes the trained network of a run as `to` into the folder `out` (else into `export` in `folder`).
 
     trust: run plugins that the folder names.
-    data, data_root: for `onnx-int8`, where the training images are now; those of the run when None.
-    calibration: for `onnx-int8`, the number of training images that give the ranges of activations.
+    data, data_root: for `onnx-int8`, where the training images are now; None for the run's own path.
+    calibration: for `onnx-int8`, the number of training images used to calibrate activation ranges.
 
     Example:
         >>> from softcell.api import Network
@@ -203,7 +203,7 @@ def ready(
     if wanted and not overwrite and weights.exists() and not _holds(weights, model):
         raise UserError(
             f"{weights} already exists and holds different weights from {source}, which other files there may need: "
-            "give another --out, or --overwrite to replace it"
+            "choose another --out, or --overwrite to replace it"
         )
     return Ready(model, source, place, images)
 
@@ -248,15 +248,17 @@ def format_named(name: str) -> Format:
 
 def _check_free(source: Path, place: Path, files: tuple[Path, ...], overwrite: bool) -> None:
     if place.resolve() == source.resolve():
-        raise UserError(f"an export needs a separate folder, but --out is the run {source} itself; give another --out")
+        raise UserError(
+            f"an export needs a separate folder, but --out is the run {source} itself; choose another --out"
+        )
     there = next((parent for parent in (place, *place.parents) if parent.exists()), Path())
     if not there.is_dir() or not os.access(there, os.W_OK):
         reason = "is not writable" if there.is_dir() else "is a file"
-        raise UserError(f"an export needs a folder, but {there} {reason}; give another --out")
+        raise UserError(f"an export needs a folder, but {there} {reason}; choose another --out")
     # Weights are the same for every format; `ready` checks whether existing ones are those of this network.
     taken = [file for file in files if file.exists() and file.name != WEIGHTS]
     if taken and not overwrite:
-        raise UserError(f"{taken[0]} already exists; give another --out, or --overwrite to replace it")
+        raise UserError(f"{taken[0]} already exists; choose another --out, or --overwrite to replace it")
 
 
 def _write_weights(model: Model, file: Path) -> float:
@@ -290,9 +292,11 @@ def check_pack_folder(folder: Path, overwrite: bool) -> None:
         raise UserError(f"--pack must name a folder, but {folder} is a file")
     if folder.is_dir() and any(folder.iterdir()):
         if not (folder / PACK).is_file():
-            raise UserError(f"--pack must name a new or empty folder, but {folder} has other files; give another name")
+            raise UserError(
+                f"--pack must name a new or empty folder, but {folder} has other files; choose another name"
+            )
         if not overwrite:
-            raise UserError(f"{folder} already has a pack; give another name, or --overwrite to replace it")
+            raise UserError(f"{folder} already has a pack; choose another name, or --overwrite to replace it")
     there = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
     if not there.is_dir() or not os.access(there, os.W_OK):
         raise UserError(f"{folder} cannot be written because {there} is not a writable folder; choose another path")

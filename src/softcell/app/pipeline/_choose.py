@@ -37,9 +37,9 @@ SMALL_SPACE, LARGE_SPACE = "nb201", "darts"
 SIZES = (16, 20, 24, 28, 32, 40, 48, 64, 80, 96, 128, 160, 192, 224)
 """Image sizes to choose from, in pixels."""
 FEW_EPOCHS, GOOD_EPOCHS = 5, 40
-"""Least epochs of `REFERENCE` in the final training: for images of up to `KEPT_SIZE` pixels, and for larger ones.
+"""Minimum epochs of `REFERENCE` in the final training: for images of up to `KEPT_SIZE` pixels, and for larger ones.
 
-The narrowest network has about twice as many: fewer channels cost less accuracy than fewer pixels.
+The narrowest network gets about twice as many: fewer channels cost less accuracy than fewer pixels.
 """
 KEPT_SIZE = 32
 HOUR = 3600.0
@@ -48,20 +48,20 @@ BUSY = 1.5
 MEASURING = 0.01
 """Share of the time for measuring one job, within `MEASURING_BOUNDS`."""
 MEASURING_BOUNDS = (0.3, 6.0)
-"""Least and most seconds for measuring one job."""
+"""Minimum and maximum seconds for measuring one job."""
 MEASURING_CPU = 3.0
 """CPU seconds until training steps are first timed, including the start of the first steps."""
 MOST_WIDENED = 2
 """Cells with few multiply-adds become wider than the largest plain network, but at most by this factor."""
 MOST_TRIED, HURRIED = 3, 0.25
-"""Image sizes that are measured at most, and the share of the time after which smaller ones are forecast instead."""
+"""Maximum number of image sizes to measure, and the share of the time after which smaller ones are forecast instead."""
 CLOSE = 0.9
-"""Of networks with at least this share of the most multiply-adds, the shallowest is taken: it has faster steps."""
+"""The shallowest network with at least this share of the most multiply-adds is chosen: its steps are faster."""
 SMALLER = 0.6
-"""Multiply-adds of the next smaller plain network, at most, relative to a larger one."""
+"""Maximum multiply-adds of the next smaller plain network, relative to the larger one."""
 NUM_SIZES = 3
 MOST_START, MOST_START_GPU = 1.0, 4.0
-"""Most seconds planned for the start of a training run, on a CPU and on a GPU, which captures its steps."""
+"""Maximum seconds planned for the start of a training run, on a CPU and on a GPU, which captures its steps."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class Choice:
     """What to search and train.
 
     `search_space` are the settings of the supernet, `network` those of networks of cells, up to their width. `plain`
-    are the plain networks, the largest first, `epoch` the expected seconds of its epochs, `start` those before the
+    are the plain networks, largest first, `epoch` the expected seconds of its epochs, `start` those before the
     first training step, and `final` those of the final training, on `num_train` images. `image_size` is None if
     images keep their size. `why` gives the reasons in two lines.
     """
@@ -185,7 +185,7 @@ def search_recipe(plan: Plan, choice: Choice, epochs: int) -> SearchRecipe:
             "batch_size": choice.batch_size,
             "cutout": choice.shape[1] // 4,
             "child_every": 0,
-            # A collapsing search ends, and training gets the rest of its time. A single such epoch may be chance.
+            # A collapsing search ends, and training gets the rest of its time. A single collapsed epoch may be chance.
             "collapse": {"stop": True, "patience": 2},
             "seed": request.seed,
             "device": request.device,
@@ -210,7 +210,7 @@ def train_recipe(
 ) -> TrainRecipe:
     """The recipe of a training run: the same for all networks and rounds, except for the length and what depends on it.
 
-    expected: the number of epochs that there will probably be.
+    expected: the expected number of epochs.
     """
     request = plan.request
     return resolve_training(
@@ -236,7 +236,7 @@ def train_recipe(
 def plain_sizes(
     networks: list[tuple[dict[str, Any], Cost]], epochs_of: Callable[[Cost], float], num_train: int
 ) -> tuple[Candidate, ...]:
-    """Up to `NUM_SIZES` plain networks, the largest first; the others are for less time than expected.
+    """Up to `NUM_SIZES` plain networks, largest first; the others are for less time than expected.
 
     epochs_of: how many epochs of a network the final training has time for. The largest is the one with the most
     multiply-adds for which these are enough (`enough_epochs`), or the smallest of all; with fewer than `LEAST_EPOCHS`
@@ -312,7 +312,8 @@ class Chooser:
             tried.append(side)
             final = min(self.time.share * self.request.time, self.time.end - plan.used())
             better = best_size(choice, inspection.sides[1], measured.epochs_in(final)) if may_resize else side
-            is_hurried = plan.used() > HURRIED * self.request.time  # on a busy machine each measurement takes long
+            # On a busy machine each measurement takes a long time.
+            is_hurried = plan.used() > HURRIED * self.request.time
             # Forecasts from two sizes may each point at the other, so no size is measured again.
             if better in tried or len(tried) == MOST_TRIED or (is_hurried and better > side):
                 break
@@ -349,7 +350,7 @@ class Chooser:
         return (
             f"--time {self.request.time:.0f}s is too short: starting and measuring took {used:.0f} s, report and "
             f"exports need about {reserved:.0f} s, and {LEAST_EPOCHS} epochs of the smallest plain network take "
-            f"{needed:.1f} s here, but only {max(0.0, final):.1f} s are left; give at least --time {text}"
+            f"{needed:.1f} s here, but only {max(0.0, final):.1f} s are left; use at least --time {text}"
         )
 
     def _too_short_to_measure(self, measuring: float) -> str:
@@ -358,14 +359,15 @@ class Chooser:
         busy = ": other programs use the CPU cores" if self.time.slowness > BUSY else ""
         return (
             f"--time {self.request.time:.0f}s is too short: starting took {used:.0f} s, timing training steps needs "
-            f"about {measuring:.0f} s more, and report and exports need about {reserved:.0f} s{busy}; give at least "
+            f"about {measuring:.0f} s more, and report and exports need about {reserved:.0f} s{busy}; use at least "
             f"--time {text}"
         )
 
     def _measure_training(self, choice: Choice, settings: dict[str, Any]) -> tuple[JobTime, int]:
         """The times of a training run, and its number of CPU threads: those requested, or one or all cores.
 
-        A training with a time measures which is faster. On a busy machine that takes long and the answer is known.
+        A training run with a time limit measures which is faster. On a busy machine this takes long, and the answer is
+        known.
         """
         is_busy = self.time.slowness > BUSY
         choice = replace(choice, threads=self.request.threads or (1 if is_busy else 0))
@@ -375,7 +377,7 @@ class Chooser:
         def job(folder: Path, watch: OnEvent) -> TrainResult:
             def on_event(event: Event) -> None:
                 nonlocal used
-                # The training chooses the number itself, and the measurement ends it before it has a result.
+                # The training run chooses the number itself, but the measurement ends before it has a result.
                 used = torch.get_num_threads()
                 watch(event)
 

@@ -3,8 +3,8 @@
 Plain residual networks of up to three sizes, random cells and the found cell are trained for short, equal times and
 measured on held-out training images. The best third is trained again, longer, and the winner gets the rest of the
 run's time. The start of a training run, before its first step, is not part of these times. Cells are sized to the
-multiply-adds of the largest plain network and train as long as it does; smaller plain networks train for as many epochs
-as it does. The largest plain network is in every round: smaller ones learn faster at first, so a short round says
+multiply-adds of the largest plain network and train as long as it does; smaller plain networks train for the same
+number of epochs. The largest plain network is in every round: smaller ones learn faster at first, so a short round says
 little about which size is best in a training run that is many times longer.
 
 First come the rules, as functions, then `Contest`, which applies them and saves every result in the plan at once.
@@ -37,21 +37,21 @@ from softcell.spaces.costs import Cost, count_genotype
 from softcell.text import count_of
 
 COMPETITION_SHARE = 0.2
-"""Most of the time for the competition, if there is no search before it."""
+"""Maximum share of the time for the competition if there is no search before it."""
 MOST_TRAIN_EPOCHS = 0
-"""Most epochs of a training run, besides its time; 0 for no limit."""
+"""Maximum epochs of a training run, in addition to its time limit; 0 for no limit."""
 FIRST_SHARE = 0.4
 """Share of the competition's time for its first round."""
 KEPT = 3
 """One network in `KEPT` reaches the second round, but at least two."""
 ENTRY_EPOCHS = 5
-"""Least epochs of the largest network in the first round; with less time, fewer networks enter."""
+"""Minimum epochs of the largest network in the first round; with less time, fewer networks enter."""
 SEED_EPOCHS, MOST_SEEDS = 20, 3
 """The last round adds one seed for every `SEED_EPOCHS` epochs that fit into it, up to `MOST_SEEDS`."""
 LONGER = 5.0
 """A smaller plain network may win if the final training has fewer epochs than this multiple of those in the round."""
 MOST_STARTING = 0.5
-"""Most of a round's time that is set aside for starting its training runs."""
+"""Maximum share of a round's time reserved for starting its training runs."""
 LARGEST = "plain-1"
 """The largest plain network."""
 
@@ -115,7 +115,7 @@ def _lengths(entered: Sequence[Candidate]) -> float:
 
 
 def survivors(results: Sequence[Result], kinds: Mapping[str, Kind], *, is_long: bool = True) -> tuple[str, ...]:
-    """Who reaches the second round, the best first: the best third, and the largest plain network in any case.
+    """The networks that reach the second round, best first: the best third, and the largest plain network in any case.
 
     is_long: the final training has at least `LONGER` times the epochs of the second round. Smaller plain networks
     cannot win then and are left out. Otherwise the best plain network stays too.
@@ -144,7 +144,7 @@ def decide(results: Sequence[Result], kinds: Mapping[str, Kind], count: int, lon
     longer: epochs of the final training relative to those of the round. A cell replaces the best plain network only if
     it is better by more than one standard error. So does a smaller plain network with the largest one, and only if
     `longer` is below `LONGER`: without a clear difference the large plain network is the safer choice, and in a much
-    longer training it is the better one whatever a short round says.
+    longer training run it is the better one, regardless of a short round.
     """
     ranked = sorted(results, key=lambda result: -result.accuracy)
     base = _base(results, kinds)
@@ -335,7 +335,7 @@ class Contest:
             state["kept"] = [made.winner]
             plan.competition |= decided(made)
         else:
-            # A training of the next round takes half of the time that is left for it at most.
+            # A training run of the next round takes at most half of the time left for the round.
             next_round = max(0.0, min(plan.competition["until"], self.time.final_from) - plan.used()) / 2
             is_long = self.time.end - plan.used() - 2 * next_round >= LONGER * next_round
             state["kept"] = list(survivors(found, kinds, is_long=is_long))
@@ -425,5 +425,5 @@ class Contest:
 
 
 def decided(made: Decision) -> dict[str, Any]:
-    """What a plan keeps of a decision. Plans of earlier versions have `winner` and `why` alone."""
+    """What a plan keeps of a decision. Plans of earlier versions have only `winner` and `why`."""
     return {"winner": made.winner, "why": made.why, "decision": to_dict(made)}

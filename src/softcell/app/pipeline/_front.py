@@ -3,9 +3,9 @@
 The images are inspected and a cell is searched once. Each budget then gets the cell that the supernet ranks highest
 within it (`softcell.search.selection`), and is a separate run in its own folder: a competition, a final training, a
 verdict, a report and exports, as for a single budget. What is left of the time after the search is divided in
-proportion to the seconds of an epoch, so that all budgets train for about as many epochs: the largest takes most of
-the time, and small ones add little. All final training runs together get at least 60% of the whole time. Budgets are
-trained from the smallest to the largest, and each gets its part of the time that is left by then.
+proportion to the seconds of an epoch, so that all budgets train for about the same number of epochs: the largest takes
+most of the time, and small ones add little. All final training runs together get at least 60% of the whole time.
+Budgets are trained from the smallest to the largest, and each gets its part of the time that is left by then.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ from softcell.text import clock, count_of
 
 DRAWING = "front.svg"
 LEAST_SHARE = 0.5
-"""Every budget gets at least this much of an equal share of the time: starting and ending take as long for all."""
+"""Every budget gets at least this much of an equal share of the time: start-up and shutdown are the same for all."""
 MOST_TRAINING = 0.85
-"""Most of a budget's time that is kept for its final training: starting and ending take the rest."""
+"""Maximum share of a budget's time reserved for its final training: start-up and shutdown take the rest."""
 USED, PAGE = 0.99, 2.0
 """Share of the time that the budgets fill, and CPU seconds for drawing and report after the last of them."""
 COSTS = {"max_params": "parameters", "max_flops": "multiply_adds"}
@@ -110,7 +110,7 @@ def time_shares(epochs: Sequence[float]) -> list[float]:
 
     Example:
         >>> from softcell.app.pipeline._front import time_shares
-        >>> time_shares([1.0, 1.0, 6.0])  # the first two get the least share, a sixth
+        >>> time_shares([1.0, 1.0, 6.0])  # the first two get the minimum share, a sixth
         [0.16..., 0.16..., 0.66...]
     """
     least = LEAST_SHARE / len(epochs)
@@ -127,7 +127,7 @@ def time_shares(epochs: Sequence[float]) -> list[float]:
 
 
 def run_front(plan: Plan, screen: Screen, job_of: Callable[[Plan, Screen], Job]) -> Front:
-    """Runs or resumes all budgets of a plan. job_of: makes the run of one budget, or of what all have in common."""
+    """Runs or resumes all budgets of a plan. job_of: creates the run for one budget, or for the part shared by all."""
     plan.status = "running"
     common = job_of(plan, screen)
     inspection = common.inspect()
@@ -233,7 +233,7 @@ def _planned(plan: Plan, choice: Choice, inspection: Inspection) -> dict[str, An
             raise UserError(
                 f"--time {plan.request.time:.0f}s is too short for {count_of(len(kept), 'budget')}: {budget} gets "
                 f"{max(0.0, shares[budget] * room):.0f} s, but {LEAST_EPOCHS} epochs of its smallest network, report "
-                f"and exports need {least:.0f} s; give at least --time {math.ceil(needed / 60 / USED)}m, or fewer "
+                f"and exports need {least:.0f} s; use at least --time {math.ceil(needed / 60 / USED)}m, or fewer "
                 "budgets"
             )
     why = "there is no time for a larger network than that of the previous budget"
@@ -311,7 +311,7 @@ def _part(plan: Plan, choice: Choice, number: int) -> Plan:
 
 
 def _run_part(plan: Plan, part: Plan, screen: Screen, budget: str, job_of: Callable[[Plan, Screen], Job]) -> None:
-    """Runs or resumes one budget; however it ends, its time is saved."""
+    """Runs or resumes one budget; its time is saved in any case."""
     screen.print("", f"budget {budget}: {clock(part.request.time)} ({clock(plan.used())} of the whole run used)")
     # How busy the machine is follows from the whole process, so both plans have the same beginning.
     part.data = plan.data

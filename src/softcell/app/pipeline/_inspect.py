@@ -58,7 +58,7 @@ class Image:
 
 @dataclass
 class Inspection:
-    """The result of an inspection. `train` and `test` count the images per class; `notes` are for people."""
+    """The result of an inspection. `train` and `test` count the images per class; `notes` are human-readable."""
 
     source: str
     train: dict[str, int]
@@ -138,7 +138,7 @@ def inspect_folder(root: Path, on_step: OnStep | None = None) -> Inspection:
     root = root.resolve()
     notes: list[str] = []
     base = _unwrapped(root)
-    # Plain: the folder can be loaded as it is. Whatever is corrected below needs links instead.
+    # Plain: the folder can be loaded as it is. Any correction below requires links instead.
     is_plain = base == root
     parts = _parts(base)
     images: list[Image] = []
@@ -395,7 +395,7 @@ class OwnModel:
 
     @torch.no_grad()
     def check(self, channels: int, side: int | None, num_classes: int) -> float:
-        """Raises unless the model fits the images and classes; returns the seconds that it takes for one image.
+        """Raises unless the model fits the images and classes; returns its time for one image in seconds.
 
         side: of the images in pixels; None if they can be resized.
         """

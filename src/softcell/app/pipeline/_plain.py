@@ -25,11 +25,11 @@ RESIDUAL = "|nor_conv_3x3~0|+|none~0|none~1|+|skip_connect~0|nor_conv_3x3~1|none
 WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 40, 48, 64, 80, 96, 128, 160, 192, 256)
 """Channels to choose from. Multiples of 8 take the least time per multiply-add: 16 channels are about as fast as 11."""
 DEEPEST, DEEP_FROM = 3, 16
-"""Most cells per stage, and the least channels of networks with more than one: below, width is worth more."""
+"""Maximum cells per stage, and minimum channels of networks with more than one: below that, width is worth more."""
 REFERENCE = 16
 """Channels of the plain network whose steps are measured, if the budget allows for it."""
 NARROWEST = 8
-"""Channels of the smallest network that is chosen for lack of time; fewer save no time. A budget may ask for fewer."""
+"""Channels of the smallest network that is chosen for lack of time; fewer save no time. A budget may require fewer."""
 LEAST_EPOCHS = 5
 """Training for fewer epochs is not worth starting."""
 ENOUGH_EPOCHS, ENOUGH_IMAGES = 20, 500_000
@@ -96,7 +96,7 @@ def in_words(costs: Mapping[str, float], kinds: Iterable[str]) -> str:
 
 
 def plain_networks(shape: Shape, num_classes: int, limits: Mapping[str, float]) -> list[tuple[dict[str, Any], Cost]]:
-    """Settings and costs of all plain residual networks that meet the limits, the costliest first."""
+    """Settings and costs of all plain residual networks that meet the limits, most expensive first."""
     cost_of = plain_costs(shape, num_classes)
     found = [
         ({"cells_per_stage": depth, "channels": channels}, cost)
@@ -116,7 +116,7 @@ def plain_networks(shape: Shape, num_classes: int, limits: Mapping[str, float]) 
 
 
 def enough_epochs(depth: int, num_train: int) -> float:
-    """Epochs of the final training from which a network with `depth` cells per stage is worth its time.
+    """Number of epochs of the final training from which a network with `depth` cells per stage is worth its time.
 
     A large dataset needs fewer epochs, because it has more steps in each. Deeper networks learn more slowly and cost
     more per epoch, so they only pay off in long training runs: four times as many epochs for 2 cells, nine times for 3.

@@ -75,17 +75,17 @@ class RunRequest:
         return found or {"parameters": DEFAULT_PARAMETERS}
 
     def front(self) -> tuple[str, tuple[str, ...]] | None:
-        """The name of the field that has several budgets, and these, the smallest first; None for a single budget."""
+        """The name of the field with several budgets, and these budgets, smallest first; None for a single budget."""
         several = {
             name: budgets
             for name, text in (("max_params", self.max_params), ("max_flops", self.max_flops))
-            # "1" stands for a missing budget: it is a single one.
+            # "1" replaces a missing budget: it is a single one.
             if len(budgets := split_budgets("--" + name.replace("_", "-"), text or "1")) > 1
         }
         if len(several) > 1:
             raise UserError(
                 f"several budgets are allowed for --max-params or --max-flops, but got both {self.max_params} and "
-                f"{self.max_flops}; give one of them a single budget"
+                f"{self.max_flops}; set a single budget for one of them"
             )
         return next(iter(several.items()), None)
 
@@ -133,7 +133,7 @@ def split_budgets(option: str, text: str) -> tuple[str, ...]:
         )
     if values != sorted(values):
         ordered = ",".join(part for _, part in sorted(zip(values, found, strict=True)))
-        raise UserError(f"the budgets of {option} must be in increasing order, but got {text}; give {ordered}")
+        raise UserError(f"the budgets of {option} must be in increasing order, but got {text}; pass {ordered}")
     return found
 
 
@@ -308,17 +308,17 @@ def _make_folder(folder: Path) -> bool:
     try:
         was_there = folder.exists()
         if was_there and not folder.is_dir():
-            raise UserError(f"a run needs a folder, but {folder} is a file; give another --out")
+            raise UserError(f"a run needs a folder, but {folder} is a file; choose another --out")
         if entries(folder):
             raise UserError(
                 f"a new run needs an empty folder, but {folder} is not empty; resume a run in it with `softcell run "
-                f"--resume {folder}`, or give another --out"
+                f"--resume {folder}`, or choose another --out"
             )
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(
-            f"a run needs a writable folder, but {folder} cannot be created or read ({error.strerror or error}); give "
-            "another --out"
+            f"a run needs a writable folder, but {folder} cannot be created or read ({error.strerror or error}); "
+            "choose another --out"
         ) from error
     return was_there
 
@@ -335,8 +335,8 @@ class TooLittleTimeError(UserError):
 class Load:
     """How busy the machine is now: seconds per CPU second of this thread, over the last `WINDOW` of its CPU seconds.
 
-    1 on an idle machine, 4 if three others compete for the same core. Linux counts the seconds in which a thread waits
-    for a core. They do not include waiting for a disk or for other threads. Elsewhere the wall-clock time of the whole
+    1 on an idle machine, 4 if three other threads compete for the same core. Linux counts the time a thread waits for a
+    core. This excludes waiting for a disk or for other threads. Elsewhere the wall-clock time of the whole
     process is compared with its CPU time, from `began` on.
     """
 
@@ -347,7 +347,7 @@ class Load:
 
     def slowness(self) -> float:
         now = time.perf_counter()
-        if now - self._read >= READ_EVERY:  # it is asked several times per training step
+        if now - self._read >= READ_EVERY:  # it is called several times per training step
             self._found, self._read = self._measured(), now
         return self._found
 
@@ -372,7 +372,7 @@ class Load:
 
 
 FINAL_SHARE = 0.6
-"""Least share of the time for the final training, unless starting and ending alone take more than the rest."""
+"""Minimum share of the time for the final training, unless start-up and shutdown take more than the rest."""
 SAFE = 0.97
 """Share of the time that is planned; the end of the process takes seconds on a busy machine."""
 NEEDED = 1.0
@@ -380,7 +380,7 @@ NEEDED = 1.0
 ONNX = 3.5
 """CPU seconds of the ONNX export, which is skipped if there is no time for it."""
 MOST_RESERVED = 0.1
-"""Most of the time that is reserved for both, as a share; but `NEEDED` is always reserved."""
+"""Maximum share of the time reserved for both; but `NEEDED` is always reserved."""
 
 
 class RunTime:
@@ -405,12 +405,12 @@ class RunTime:
 
     @property
     def share(self) -> float:
-        """Least share of the time for the final training; more in a run for one of several budgets."""
+        """Minimum share of the time for the final training; more in a run for one of several budgets."""
         return float((self.plan.search or {}).get("share", FINAL_SHARE))
 
     @property
     def final_from(self) -> float:
-        """Seconds from the start at which the final training begins at the latest."""
+        """Latest start of the final training, in seconds from the start."""
         plan = self.plan
         return self.end - max(self.share * plan.request.time, float((plan.choice or {}).get("final", 0.0)))
 

@@ -2,8 +2,8 @@
 
 Every decision is saved in `plan.json` before it takes effect, and every long step runs in a separate run folder, so
 that an interrupted run can be resumed at any point. Time is planned from measured steps and corrected as it passes: the
-final training gets at least `FINAL_SHARE` of it and ends when the time ends. If time is short, it is taken from the
-competition first (fewer networks), then from the search (fewer epochs, or none).
+final training gets at least `FINAL_SHARE` of it and ends when the time is up. If time is short, the competition is cut
+first (fewer networks), then the search (fewer epochs, or none).
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ SEARCH_PART = 0.45
 LEAST_SEARCH_EPOCHS = 3
 """With time for fewer epochs there is no search."""
 OVERRUN = 1.1
-"""A search is ended once it has taken this multiple of its expected time, so that training keeps its own."""
+"""A search is ended once it has taken this multiple of its expected time, so that training keeps its share."""
 MOST_SEARCH_EPOCHS = 150
 """A limit besides the time."""
 MANY = 10_000
@@ -125,7 +125,7 @@ def run(plan: Plan, screen: Screen) -> Outcome:
             begun = True
             return _run_alone(plan, screen)
     except UserError:
-        if begun and plan.choice is None:  # after the lock is released: nothing of a rejected run stays
+        if begun and plan.choice is None:  # after the lock is released: a rejected run leaves nothing behind
             plan.discard()
         raise
 
@@ -174,7 +174,7 @@ def _diverged(error: DivergedError) -> str:
 
 
 class _TooSlowError(Exception):
-    """A training would have too few epochs: the time that is left is enough for `smaller`."""
+    """A training run would have too few epochs; the time left is enough for `smaller`."""
 
     def __init__(self, smaller: Candidate, epochs: float) -> None:
         super().__init__(smaller.name)

@@ -58,7 +58,8 @@ class Result:
 
 @dataclass(frozen=True)
 class Round:
-    """`seconds`: of every training run of the largest size. `kept`: who stays, best first; the last round keeps one.
+    """`seconds`: of every training run of the largest size. `kept`: the networks that stay, best first; the last round
+    keeps one.
 
     Example:
         >>> from softcell.app.pipeline import Result, Round
@@ -191,7 +192,7 @@ class Summary:
         return next(entry.kind for entry in self.entries if entry.name == name)
 
     def of_kind(self, kind: Kind, number: int) -> list[Result]:
-        """The results of a kind of network in a round, counted from 0; the best first."""
+        """The results of a kind of network in a round, counted from 0; best first."""
         found = [result for result in self.rounds[number].results if self.kind_of(result.name) == kind]
         return sorted(found, key=lambda result: -result.accuracy)
 
@@ -281,7 +282,7 @@ def _compared(summary: Summary) -> tuple[list[str], bool]:
     elif beats:
         lines.append("The search found a better cell than random ones, but not one that beats a plain network.")
     else:
-        lines.append("The search was not worth it here, as far as this shows.")
+        lines.append("As far as these results show, the search was not worth it here.")
     return lines, worth
 
 
@@ -295,14 +296,14 @@ def _claim(difference: float, chance: float) -> str:
     points = f"{abs(difference) * 100:.1f} points {'better' if difference >= 0 else 'worse'}"
     if abs(difference) < 0.0005:
         points = "equal"
-    within = abs(difference) <= chance
-    return f"{points}; up to {chance * 100:.1f} may be chance{': no difference can be claimed' if within else ''}."
+    within = "; no difference can be claimed" if abs(difference) <= chance else ""
+    return f"{points}; chance may explain up to {chance * 100:.1f} points{within}."
 
 
 def _unequal(summary: Summary, others: Sequence[Result]) -> str:
     """The costs of the found network and the others, where they differ by more than `EQUAL`; else nothing.
 
-    Networks are sized to equal multiply-adds, in steps of a few channels. Their parameters may be far apart.
+    Networks are sized to equal multiply-adds, in steps of a few channels. Their numbers of parameters may differ a lot.
     """
     entries = {entry.name: entry for entry in summary.entries}
     found = next(entry for entry in summary.entries if entry.kind == "found")

@@ -40,7 +40,7 @@ def section(run: Run, number_: int, *, label: bool, comparison: Html | None = No
         ("Context auto-regression", reconstructions(run), "Reconstruction of hidden image parts, without labels."),
         ("Decisions and collapse", signs(run), None),
         ("Confusion matrix", confusion(run), "On the test split."),
-        ("Most wrong images", most_wrong(run), "Test images that were misclassified with the most confidence."),
+        ("Most confident mistakes", most_wrong(run), "Test images that were misclassified with the most confidence."),
         ("Load the model", loading(run), None),
         ("Recipe and provenance", origin(run), None),
     ]
@@ -99,7 +99,8 @@ def tiles(run: Run) -> Html:
     if given and used:
         found.append(("time", duration(used), f"of {duration(given)} given"))
     else:
-        found.append(("time", duration(seconds), f"in epochs, of {duration(given)} given" if given else "in epochs"))
+        limit = f", limit {duration(given)}" if given else ""
+        found.append(("time", duration(seconds), f"spent in epochs{limit}"))
     found.append(("seed", run.seed, ""))
     return el(
         "div",
@@ -392,7 +393,7 @@ def reconstructions(run: Run) -> Html | None:
 
 
 def _picture(file: Path) -> Html | None:
-    """A PNG file as an element; None where there is none that can be read."""
+    """A PNG file as an element; None if there is no readable one."""
     try:
         with Image.open(file, formats=["PNG"]) as opened:
             image = opened.convert("L" if opened.mode == "L" else "RGB")

@@ -37,7 +37,7 @@ from softcell.settings import short_name
 
 SPACE = "nb201"
 RANDOM_CELLS = 10
-"""Of as many random cells the best one is shown beside the found ones."""
+"""The best of this many random cells is shown next to the found ones."""
 
 
 @dataclass(frozen=True)
@@ -197,7 +197,7 @@ def shown(mean: float, std: float | None) -> str:
 def trajectory_rows(runs: Sequence[Benched], column: str) -> list[dict[str, float]]:
     """Per epoch, from 1, the mean over the runs of each group under its name, and each run's own under its folder.
 
-    A mean is one over all runs of its group: there is none for an epoch that some of them do not have.
+    A mean is taken over all runs of its group; epochs that some of them lack have no mean.
     """
     epochs = sorted({row["epoch"] for run in runs for row in run.trajectory})
     members, found = groups(runs), []

@@ -337,7 +337,7 @@ def place_items(
         y = [(a + b) / 2 for a, b in zip(down, up, strict=True)]
     edges = sorted(range(vertices, total), key=lambda i: (graph.spans[i][0] - graph.spans[i][1], i))
     for _ in range(3 if final else 0):  # one item that moves makes room for another
-        for item in edges:  # the longest first: an edge that is level with one of its ports climbs only once
+        for item in edges:  # longest first: an edge that is level with one of its ports climbs only once
             low, high = room(item)
             fitting = [level for o, d in reversed(pulls[item]) if low <= (level := y[o] + d) <= high]
             y[item] = fitting[0] if fitting else y[item]

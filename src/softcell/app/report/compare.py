@@ -96,7 +96,7 @@ def _quantile(freedom: float) -> float:
 
 
 _NAMED = {"method", "space", "data"}
-_SEARCH = "search"
+_SEARCH, _RECIPE = "search", "recipe"
 # Settings in which two methods or spaces may differ; a difference in others is worth a warning.
 _OF_METHODS = {
     "method_settings",
@@ -154,7 +154,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """Two groups, the test of their difference (None where there is none) and one sentence on it."""
+    """Two groups, the test of their difference (None if it cannot be tested) and one sentence on it."""
 
     first: Group
     second: Group
@@ -267,9 +267,11 @@ def _groups(runs: Sequence[Run]) -> list[Group]:
         alike = [
             other[0] for other in members if _place(other[0]) == _place(first) and _measure(other[0]) == _measure(first)
         ]
-        # A name has only the settings in which groups of the same method, space and data differ.
-        differing = varying([texts(_done(run)) for run in alike])
-        own = texts(_done(first))
+        # A name has only the settings in which groups of the same method, space and data differ. Different recipes
+        # differ in many settings; the name of the recipe represents all of them.
+        settings, own = [texts(_done(run)) for run in alike], texts(_done(first))
+        same_recipe = [other for other in settings if other.get(_RECIPE) == own.get(_RECIPE)]
+        differing = [key for key in varying(settings) if key == _RECIPE or key in varying(same_recipe)]
         listed = (
             ", ".join(f"{short_name(key)}={shown(_value(own, key))}" for key in differing) for shown in (_rounded, str)
         )
@@ -373,7 +375,7 @@ NUMERIC = (1, 2, 3, 4, 5)
 
 
 def group_row(group: Group) -> tuple[str, ...]:
-    """One line of the table, as people read it."""
+    """One human-readable line of the table."""
     s, top5, cost = group.summary, group.top5, group.cost("parameters")
     return (
         group.name,

@@ -43,7 +43,7 @@ from softcell.files import atomic_write_text
 REPORT = "report.html"
 LOOPBACK = "127.0.0.1"
 MOST_RUNS = 24
-"""Most runs on a live page."""
+"""Maximum number of runs on a live page."""
 _FILES = (MANIFEST, "metrics.jsonl", "architecture.jsonl", "genotype.json", "predictions.safetensors")
 
 
@@ -167,7 +167,7 @@ def _hash(script: str) -> str:
 
 
 class LivePage:
-    """The page of all runs in or below `roots`, the latest first, rendered again when one of their files changes.
+    """The page of all runs in or below `roots`, latest first, rendered again when one of their files changes.
 
     A folder that cannot be read at the moment keeps its position and its last readable content.
     """
@@ -270,7 +270,7 @@ class _Handler(BaseHTTPRequestHandler):
     server: LiveServer
     server_version, sys_version = "softcell", ""
     protocol_version = "HTTP/1.0"  # a connection per request: none is left open when the server ends
-    timeout = 30  # a silent client does not hold a thread for ever
+    timeout = 30  # a silent client does not block a thread forever
 
     def do_GET(self) -> None:
         self._answer(with_body=True)
@@ -325,7 +325,9 @@ class LiveServer(ThreadingHTTPServer):
         try:
             super().__init__((LOOPBACK, port), _Handler)
         except (OSError, OverflowError) as error:
-            raise UserError(f"port {port} of {LOOPBACK} cannot be used ({error}); give another --port, or 0") from error
+            raise UserError(
+                f"port {port} of {LOOPBACK} cannot be used ({error}); choose another --port, or 0"
+            ) from error
         self.names = {f"{name}:{self.server_port}" for name in (LOOPBACK, "localhost")}
 
     @property
@@ -333,7 +335,7 @@ class LiveServer(ThreadingHTTPServer):
         return f"http://{LOOPBACK}:{self.server_port}/"
 
     def is_own(self, request: BaseHTTPRequestHandler) -> bool:
-        """Whether a request comes from a page of this server or from a person."""
+        """Whether a request comes from a page of this server or directly from a user."""
         hosts = request.headers.get_all("Host") or []
         if len(hosts) != 1 or hosts[0].lower() not in self.names:
             return False

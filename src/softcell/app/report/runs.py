@@ -190,7 +190,7 @@ def find_runs(paths: Iterable[str | os.PathLike[str]]) -> list[Path]:
         elif path.is_dir():
             below = sorted(file.parent for file in path.rglob(MANIFEST) if not is_phase(file.parent))
             if not below:
-                raise UserError(f"{path} holds no run (no {MANIFEST} in it or below); give a run folder")
+                raise UserError(f"{path} holds no run (no {MANIFEST} in it or below); pass a run folder")
             found.update(dict.fromkeys(below))
         else:
             raise UserError(f"{path} must be a run folder, but there is no such folder; see what is in runs/")

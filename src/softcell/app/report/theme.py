@@ -202,7 +202,7 @@ def family(op: str) -> Family:
         return "skip"
     if "pool" in name:
         return "pool"
-    # Before dilation: that a kernel is made from the image itself says more of it than its holes.
+    # Before dilation: that the kernel depends on the image matters more than its dilation.
     if "dynamic" in words and "conv" in name:
         return "dynamic"
     if any(word.startswith("dil") for word in words):
@@ -223,7 +223,7 @@ def num(value: float) -> str:
 
 
 def text(x: float, y: float, content: str, style: str, anchor: str = "", width: float | None = None) -> str:
-    """A line of text; `width` holds it to that many pixels whatever font the reader has."""
+    """A line of text; `width` fixes it to that many pixels for any font."""
     fixed = f' textLength="{num(width)}" lengthAdjust="spacingAndGlyphs"' if width else ""
     side = f' text-anchor="{anchor}"' if anchor else ""
     return f'<text class="{style}" x="{num(x)}" y="{num(y)}"{side}{fixed}>{escape(content)}</text>'

@@ -225,7 +225,7 @@ class Tracking:
         for name, tracker in list(self._running.items()):
             try:
                 getattr(tracker, action)(*values)
-            except Exception as error:  # whatever a server or a full quota raises
+            except Exception as error:  # anything that a server or an exceeded quota raises
                 del self._running[name]
                 warnings.warn(f"--{name} stopped, the run continues: {_line(error)}", stacklevel=2)
 

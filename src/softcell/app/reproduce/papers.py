@@ -32,7 +32,7 @@ PROTOCOL = (
     "The test set is read once per training run, at the end; nothing is selected by it.",
 )
 TEACHER = "TEACHER"
-"""Stands for the folder of the paper's teacher in the settings of a search."""
+"""Placeholder for the folder of the paper's teacher in the settings of a search."""
 
 
 @dataclass(frozen=True)
@@ -257,7 +257,7 @@ ENTRANNAS = Paper(
             compare=("first cells (EnTranNAS)", "random cells", "cifar10"),
             limit=4_000_000,
             notes=(
-                "The paper's tables are not in the text available to us. Its abstract has 2.22 % error "
+                "The paper's tables are not in the text available to us. Its abstract reports 2.22 % error "
                 "on CIFAR-10 with 0.07 GPU-days (of its best variant) and 23.8 % top-1 error on ImageNet.",
                 "The supernet of DARTS is measured with its running statistics, which fit it.",
             ),

@@ -69,7 +69,7 @@ Networks = dict[str, dict[str, list[Job]]]
 
 @dataclass(frozen=True)
 class Plan:
-    """The tables of a paper in a folder. seeds: searches of each row; None for as many as the table says."""
+    """The tables of a paper in a folder. seeds: searches of each row; None for the table's own number."""
 
     paper: Paper
     tables: tuple[PaperTable, ...]

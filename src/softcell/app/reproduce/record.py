@@ -261,7 +261,7 @@ def _compared(row: Mapping[str, Any], key: str) -> list[float]:
 
 
 def table_cells(table: PaperTable, record: Mapping[str, Any] | None) -> tuple[list[str], list[list[str]]]:
-    """Headings and rows of a table for people: ours as `mean ± std (n)`, the paper's in separate columns.
+    """Human-readable headings and rows of a table: ours as `mean ± std (n)`, the paper's in separate columns.
 
     record: None if nothing has been run.
     """

@@ -87,7 +87,7 @@ def resumed(recipe: AnyRecipe, folder: Path) -> AnyRecipe:
     if other:
         changes = ", ".join(f"{key}: {was.get(key)} -> {now.get(key)}" for key in other)
         raise UserError(
-            f"{folder} was started by another plan ({changes}); give another folder with --out, or remove this one"
+            f"{folder} belongs to a different plan ({changes}); choose another folder with --out, or remove this one"
         )
     kept: dict[str, Any] = {"data_root": recipe.data_root, "device": recipe.device}
     if isinstance(recipe, SearchRecipe):
@@ -101,7 +101,7 @@ def _check_network(genotype: Genotype, folder: Path) -> None:
     if (stored.space, stored.cells) != (genotype.space, genotype.cells):
         raise UserError(
             f"{folder} trains a different architecture from the one that was found or drawn; remove the folder, or "
-            "give another one with --out"
+            "choose another one with --out"
         )
 
 

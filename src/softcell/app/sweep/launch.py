@@ -60,8 +60,8 @@ def run_sweep(
 ) -> Outcome:
     """Runs all unfinished jobs; Ctrl-C stops them, and they save their state.
 
-    A job is finished when its run folders say so, whatever its process returned. A job that ends before that is
-    retried up to `retries` times from its last checkpoint.
+    A job is finished according to its run folders, regardless of what its process returned. A job that ends before that
+    is retried up to `retries` times from its last checkpoint.
 
     A `UserError` of the first submission ends the sweep. After a later one, nothing is submitted until a job ends or
     `pause` seconds are over. It is a failed attempt only if no job of the sweep has been running for `pause` seconds:
@@ -261,7 +261,7 @@ class Ray:
             if not ray.is_initialized():
                 ray.init(address=given.pop("address", None), log_to_driver=False)
             given.pop("address", None)
-            # The sweep retries by itself, from the last checkpoint and as often as it was asked to.
+            # The sweep itself retries, from the last checkpoint and as often as requested.
             self._remote: Any = ray.remote(max_retries=0, **given)(run_job)
         except (ConnectionError, RuntimeError, ValueError, TypeError) as error:
             raise UserError(f"Ray cannot start with {dict(options) or 'no options'}: {error}") from error

@@ -177,7 +177,7 @@ def _check_same(folder: Path, wanted: Mapping[str, Any]) -> None:
     if different:
         changes = ", ".join(f"{key}: {stored.get(key)} -> {wanted[key]}" for key in different)
         raise UserError(
-            f"finished runs are never repeated, but {folder} has other settings ({changes}); give another --out, or "
+            f"finished runs are never repeated, but {folder} has other settings ({changes}); choose another --out, or "
             "move it away"
         )
 

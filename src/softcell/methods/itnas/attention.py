@@ -2,7 +2,7 @@
 
 A row [n, tokens + 1] is the attention of an indicator token to itself (column 0) and to each candidate. Cells of a
 table share one architecture, so a table's attention is an aggregate of its cells' rows, usually their mean. `Moments`
-sums it over images, `SiteSums` the rows of every cell: in float64, whatever the precision of the run.
+sums it over images, `SiteSums` the rows of every cell: in float64, for any precision of the run.
 
 Every cell has its own indicator token, so a choice has as many rows as there are cells. With the mean, one
 saturated cell outweighs many others; the other aggregates avoid that. `margins` compares the leads of the strongest

@@ -187,7 +187,7 @@ class ItNasSettings:
     `tokens`: queries and keys are read off each map pooled to `pool` × `pool`, or off the `flat` map. `width`: d_q.
     `token_norm`: a LayerNorm on the tokens before queries and keys; the paper's encoder is post-norm and has none.
     `learned_values`, `feed_forward`: whether W_v learns, or stays the identity, and whether there is a feed-forward
-    network; both give every edge its own 1×1 convolution. `shared`: cells whose maps have one shape share the
+    network; both add a separate 1×1 convolution to every edge. `shared`: cells whose maps have one shape share the
     Lite-Transformer of an edge; else each has its own.
     `recompute`: the backward pass recomputes activations of the Lite-Transformer, and with single paths those of the
     candidates under attention: less memory, more time. `aggregate`: how the rows of a table's cells become one: their

@@ -12,11 +12,11 @@ Only the IT's row is computed: the other tokens' outputs are not used. Maps are 
 has few large operations instead of many small ones: on a GPU each costs a launch.
 
 `LiteEnsemble` runs Lite-Transformers of one shape in one batch: those of all outgoing edges of a node run together.
-Alone, each costs a GPU some thirty launches forward and sixty backward, however small its maps are. Here the weights of
-all Lite-Transformers of one shape are stacked once per step, and all that does not depend on images is computed from
-them at once: the query, its product with the keys, the logits of the indicator token and of tokens of zeros. Each group
-of edges then uses its part (`softcell.kernels.indicator`). Groups of one kind share a `LiteEnsemble`, whichever cells
-they are in. The equations are those of `LiteTransformer`, which is the oracle in the tests.
+Separately, each costs a GPU some thirty launches forward and sixty backward, no matter how small its maps are. Here the
+weights of all Lite-Transformers of one shape are stacked once per step, and all that does not depend on images is
+computed from them at once: the query, its product with the keys, the logits of the indicator token and of tokens of
+zeros. Each group of edges then uses its part (`softcell.kernels.indicator`). Groups of one kind share a `LiteEnsemble`,
+whichever cells they are in. The equations are those of `LiteTransformer`, which is the oracle in the tests.
 """
 
 from __future__ import annotations
@@ -236,7 +236,7 @@ class LiteEnsemble(nn.Module):
     """The Lite-Transformers of one shape whose tokens are in the same order, group by group.
 
     groups: each the Lite-Transformers of a group, all with values. order: positions of the IT, of the maps and of
-    tokens of zeros, as `order_of` gives them. maps: how many maps there are.
+    tokens of zeros, as returned by `order_of`. maps: how many maps there are.
     """
 
     def __init__(self, groups: Sequence[Sequence[LiteTransformer]], order: Sequence[int], maps: int) -> None:
