@@ -5,8 +5,8 @@ candidate and keep every product. Here the inputs are kept only when the weights
 step), and nothing else is kept.
 
 `product` multiplies many rows by small matrices, several at once. The gradient of a small weight is a small matrix out
-of tens of thousands of rows. For batched products libraries give it to one block of threads each, which took a third of
-an IT-NAS step on an H200. Here the rows are cut into parts, each a separate product, and the parts are summed.
+of tens of thousands of rows. For batched products, libraries use one thread block per matrix, which took a third of an
+IT-NAS step on an H200. Here the rows are cut into parts, each a separate product, and the parts are summed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor
 from softcell.kernels.backend import is_wanted
 
 PARTS = 64
-"""The most parts that the rows of a product are cut into, over which the gradient of a weight is summed."""
+"""Maximum number of parts that the rows of a product are cut into; the gradient of a weight is summed over them."""
 
 
 def weighted_sum(inputs: Sequence[Tensor], weights: Tensor) -> Tensor:

@@ -1,9 +1,9 @@
 """The process in which the jobs of a sweep share a GPU.
 
 Two processes on one GPU wait for each other; runs in one process overlap (`softcell.engine.interleave`), and each gives
-the same result as it would alone. With more jobs than GPUs, a sweep therefore starts one process per GPU (`SharedProcess`). It
-runs `main`, which reads requests from its standard input and answers with the exit code of each job, one line of JSON
-each.
+the same result as it would alone. With more jobs than GPUs, a sweep therefore starts one process per GPU
+(`SharedProcess`). It runs `main`, which reads requests from its standard input and answers with the exit code of each
+job, one line of JSON each.
 """
 
 from __future__ import annotations
