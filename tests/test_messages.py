@@ -1,4 +1,4 @@
-"""Messages are for people: no code decides by the words of an error. Facts travel as types, attributes or files."""
+"""Messages are for users: no code decides by the words of an error. Facts travel as types, attributes or files."""
 
 from __future__ import annotations
 
