@@ -30,12 +30,18 @@ ARMS: dict[str, dict[str, Any]] = {"random": {}, "supernet": {}, "supernet, half
 """Settings that override the recipe; all arms except the first start from the supernet."""
 
 
-def found_by_search(options: argparse.Namespace, subset: Path, folder: Path, seed: int) -> dict[str, Any]:
-    """Searches like `softcell run` on a CPU: SNAS in the NAS-Bench-201 space without `none`."""
-    candidates = [op for op in build_space("nb201").candidates if op != "none"]  # type: ignore[attr-defined]
-    sizes = {"cells_per_stage": 1, "channels": options.channels, "candidates": candidates}
+def candidates_of_run() -> list[str]:
+    """The candidates of `softcell run` in the NAS-Bench-201 space: all but `none`."""
+    return [op for op in build_space("nb201").candidates if op != "none"]  # type: ignore[attr-defined]
+
+
+def found_by_search(
+    options: argparse.Namespace, subset: Path, folder: Path, seed: int, method: str = "snas"
+) -> dict[str, Any]:
+    """Searches like `softcell run` on a CPU, in the NAS-Bench-201 space without `none`."""
+    sizes = {"cells_per_stage": 1, "channels": options.channels, "candidates": candidates_of_run()}
     given = {
-        "method": "snas",
+        "method": method,
         "space": "nb201",
         "data": str(subset),
         "scale": "small",
