@@ -34,7 +34,7 @@ from softcell.search.budget import ABOUT, format_cost, next_within, state_budget
 from softcell.search.genotypes import run_of
 from softcell.search.recipe import SearchRecipe, load_images, resolve
 from softcell.seeds import Ran, run_all
-from softcell.settings import MOST_RANDOM, at_most
+from softcell.settings import MAX_RANDOM, at_most
 from softcell.spaces import Shape, build_space
 from softcell.spaces.costs import Cost, count_genotype
 from softcell.text import count_of, percent
@@ -180,7 +180,7 @@ def draw_random(like: Genotype, recipe: TrainRecipe, count: int) -> list[Genotyp
     """
     if count < 1:
         raise UserError(f"`count >= 1` must hold for random architectures, but got count={count}")
-    at_most("random", count, MOST_RANDOM)
+    at_most("random", count, MAX_RANDOM)
     space = build_space(like.space, recipe.space_settings)
     layout = space.layout()
     check_same_form(like, layout)
@@ -353,7 +353,7 @@ REFERENCE = 16
 """Channels of the plain network whose steps are measured, if the budget allows for it."""
 NARROWEST = 8
 """Channels of the smallest network that is chosen for lack of time; fewer save no time. A budget may require fewer."""
-LEAST_EPOCHS = 5
+MIN_EPOCHS = 5
 """Training for fewer epochs is not worth starting."""
 ENOUGH_EPOCHS, ENOUGH_IMAGES = 20, 500_000
 """Epochs, or images, that a network with one cell per stage needs in the final training (see `enough_epochs`)."""
@@ -444,7 +444,7 @@ def enough_epochs(depth: int, num_train: int) -> float:
     A large dataset needs fewer epochs, because it has more steps in each. Deeper networks learn more slowly and cost
     more per epoch, so they only pay off in long training runs: four times as many epochs for 2 cells, nine times for 3.
     """
-    return float(min(ENOUGH_EPOCHS, max(LEAST_EPOCHS, ENOUGH_IMAGES / num_train)) * depth**2)
+    return float(min(ENOUGH_EPOCHS, max(MIN_EPOCHS, ENOUGH_IMAGES / num_train)) * depth**2)
 
 
 def epoch_seconds(measured: float, reference: Cost, other: Cost, *, is_gpu: bool) -> float:
