@@ -163,7 +163,7 @@ def test_a_retrieval_has_no_classes_to_predict(trained: Path, exported: Path, di
     described = json.loads((tmp_path / "model.json").read_text())
     (tmp_path / "model.json").write_text(json.dumps({**described, "task": "retrieve"}))
     for place in (tmp_path, tmp_path / "model.onnx"):
-        with pytest.raises(UserError, match="was trained for retrieval and gives embeddings"):
+        with pytest.raises(UserError, match="was trained for retrieval and returns embeddings"):
             predict(place, digits)
 
 
