@@ -38,7 +38,7 @@ Form = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Queries, keys and values [n, 3·c, h, w] and embeddings [heads, d, extent] to [n, c, h, w]."""
 LARGEST = 8 * 1024**3
 """Bytes of one copy beyond which an implementation is not tried."""
-LEAST_HEAD = 16
+MIN_HEAD = 16
 """Smallest head dimension that flex_attention supports; smaller heads are padded with zeros."""
 
 
@@ -91,7 +91,7 @@ def flexed(packed: Tensor, rows: Tensor, columns: Tensor, *, compiled: bool = Tr
         across = (j % width - i % width + reach).clamp(0, 2 * reach)
         return logit + by_row[n, head, i, down] + by_column[n, head, i, across]
 
-    room = (0, max(0, LEAST_HEAD - d))
+    room = (0, max(0, MIN_HEAD - d))
     flat = [F.pad(t.flatten(3).transpose(2, 3), room) for t in (q, k, v)]
     run: Any = _compiled() if compiled else flex_attention
     mask = _block_mask(height, width, reach, q.device)

@@ -31,7 +31,7 @@ SPACES = {"darts": "darts", "nb201": "darts", "nos": "nos", "fullattention": "fu
 """The method that searches each space here."""
 WAYS = {"one by one": ("one", "0"), "ahead": ("ahead", "1"), "warm": ("ahead", "1")}
 """By name the folder of the cache and whether kernels are compiled ahead; later ones find what earlier ones left."""
-MOST_SECONDS = 180
+MAX_SECONDS = 180
 
 
 def measured(space: str, caches: Path, way: str) -> dict[str, Any]:
@@ -45,7 +45,7 @@ def measured(space: str, caches: Path, way: str) -> dict[str, Any]:
         stdout=subprocess.PIPE,
         text=True,
         check=True,
-        timeout=MOST_SECONDS,
+        timeout=MAX_SECONDS,
     )
     *notes, row = done.stdout.splitlines()
     return {"space": space, "way": way, **json.loads(row), "notes": notes}

@@ -124,7 +124,7 @@ def test_large_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="is larger"):
         read_text(tmp_path / "large", most_bytes=10)
     with open(tmp_path / "sparse", "wb") as file:
-        file.truncate(files.MOST_BYTES * 100)
+        file.truncate(files.MAX_BYTES * 100)
     with pytest.raises(UserError, match="at most 64 MiB"):
         read_text(tmp_path / "sparse")
 

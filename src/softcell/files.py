@@ -22,17 +22,17 @@ import yaml
 
 from softcell.errors import UserError
 
-MOST_BYTES = 64 * 2**20
+MAX_BYTES = 64 * 2**20
 """For a file of settings, a manifest or a genotype; a manifest with a thousand classes has 100 KB."""
-MOST_BYTES_OF_LINES = 2**30
+MAX_BYTES_OF_LINES = 2**30
 """For a `.jsonl` file, which gets a line per epoch."""
-MOST_DEPTH = 64
-MOST_DIGITS = 40  # far below the 4,300 from which Python itself raises a ValueError
-MOST_VALUES = 2_000_000
+MAX_DEPTH = 64
+MAX_DIGITS = 40  # far below the 4,300 from which Python itself raises a ValueError
+MAX_VALUES = 2_000_000
 """In one file: a short YAML file can expand to more values than fit into memory."""
 
 
-def read_text(file: str | os.PathLike[str], *, most_bytes: int = MOST_BYTES, errors: str = "strict") -> str:
+def read_text(file: str | os.PathLike[str], *, most_bytes: int = MAX_BYTES, errors: str = "strict") -> str:
     """The content of a regular file as UTF-8; `FileNotFoundError` passes through: the caller knows what to suggest.
 
     errors: how bytes that are not UTF-8 are decoded, as in `bytes.decode`.
@@ -68,7 +68,7 @@ def parse_json(text: str, where: str) -> Any:
     except UserError as error:
         raise UserError(f"{where}: {error}") from error
     except RecursionError as error:
-        raise UserError(f"{where}: nested deeper than {MOST_DEPTH} levels") from error
+        raise UserError(f"{where}: nested deeper than {MAX_DEPTH} levels") from error
     _check_plain(value, where)
     return value
 
@@ -81,7 +81,7 @@ def read_json(file: str | os.PathLike[str]) -> Any:
 def read_json_lines(file: str | os.PathLike[str]) -> list[dict[str, Any]]:
     """The objects of a `.jsonl` file, one per line; any other line is a `UserError` that names it."""
     rows = []
-    for number, line in enumerate(read_text(file, most_bytes=MOST_BYTES_OF_LINES).splitlines(), 1):
+    for number, line in enumerate(read_text(file, most_bytes=MAX_BYTES_OF_LINES).splitlines(), 1):
         row = parse_json(line, f"{file}, line {number}")
         if not isinstance(row, dict):
             raise UserError(f"{file}, line {number}: must be a JSON object, got {type(row).__name__}")
@@ -96,7 +96,7 @@ def parse_yaml(text: str, where: str) -> Any:
     except UserError as error:
         raise UserError(f"{where}: {error}") from error
     except RecursionError as error:
-        raise UserError(f"{where}: nested deeper than {MOST_DEPTH} levels") from error
+        raise UserError(f"{where}: nested deeper than {MAX_DEPTH} levels") from error
     except Exception as error:  # not only YAMLError: constructors of tags raise IndexError, TypeError and others
         raise UserError(f"{where}: cannot be read as YAML ({' '.join(str(error).split())[:300]})") from error
     _check_plain(value, where)
@@ -105,8 +105,8 @@ def parse_yaml(text: str, where: str) -> Any:
 
 def _whole(text: str) -> int:
     digits = len(text.lstrip("+-"))
-    if digits > MOST_DIGITS:
-        raise UserError(f"a whole number must have at most {MOST_DIGITS} digits, but one has {digits}")
+    if digits > MAX_DIGITS:
+        raise UserError(f"a whole number must have at most {MAX_DIGITS} digits, but one has {digits}")
     return int(text)
 
 
@@ -116,10 +116,10 @@ def _check_plain(value: Any, where: str) -> None:
     while left:
         item, depth = left.pop()
         seen += 1
-        if depth > MOST_DEPTH:
-            raise UserError(f"{where}: nested deeper than {MOST_DEPTH} levels")
-        if seen > MOST_VALUES:
-            raise UserError(f"{where}: must hold at most {MOST_VALUES:,} values, but has more")
+        if depth > MAX_DEPTH:
+            raise UserError(f"{where}: nested deeper than {MAX_DEPTH} levels")
+        if seen > MAX_VALUES:
+            raise UserError(f"{where}: must hold at most {MAX_VALUES:,} values, but has more")
         if type(item) is dict:
             for key, inner in item.items():
                 if type(key) not in (str, int, float, bool, type(None)):
@@ -146,8 +146,8 @@ class _PlainLoader(yaml.SafeLoader):
     """YAML 1.1 without base-60 numbers, octal numbers and dates."""
 
     def construct_yaml_int(self, node: Any) -> int:
-        if len(str(node.value)) > MOST_DIGITS:  # in any base, such a number is below 10**MOST_DIGITS
-            raise UserError(f"a whole number must have at most {MOST_DIGITS} digits, but one has more")
+        if len(str(node.value)) > MAX_DIGITS:  # in any base, such a number is below 10**MAX_DIGITS
+            raise UserError(f"a whole number must have at most {MAX_DIGITS} digits, but one has more")
         return super().construct_yaml_int(node)
 
 

@@ -28,7 +28,7 @@ from softcell.search.recipe import ArchitectureOptimiser, Collapse, Pretrain, Se
 from softcell.search.resource import Resource
 from softcell.search.steps import Unrolling
 from softcell.seeds import read_seeds, seed_folder
-from softcell.settings import MOST_SEEDS, assignments, build, is_seed, layered, nested, to_dict
+from softcell.settings import MAX_SEEDS, assignments, build, is_seed, layered, nested, to_dict
 from softcell.spaces import SPACES, Space, build_space
 from softcell.trust import allow, trust
 
@@ -275,9 +275,9 @@ def _chosen_seeds(first: int, seeds: int | None) -> list[int]:
     _check_alone()
     if seeds is None or seeds < 1:
         raise UserError(f"--seeds must be at least 1, but is {seeds}")
-    if seeds > MOST_SEEDS:
+    if seeds > MAX_SEEDS:
         raise UserError(
-            f"--seeds is the number of seeds, at most {MOST_SEEDS:,}, but is {seeds}; --seed sets the first one"
+            f"--seeds is the number of seeds, at most {MAX_SEEDS:,}, but is {seeds}; --seed sets the first one"
         )
     is_seed("seed", first + seeds - 1)  # the last of them
     return list(range(first, first + seeds))

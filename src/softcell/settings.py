@@ -273,19 +273,19 @@ def not_negative(name: str, value: float) -> None:
         raise UserError(f"`{name} >= 0` must hold, but got {value}")
 
 
-MOST_EPOCHS = 1_000_000
+MAX_EPOCHS = 1_000_000
 """Of a run. A larger number is a mistake, and a run must be able to list its epochs."""
-MOST_RANDOM = 1_000
+MAX_RANDOM = 1_000
 """Random architectures that are trained for comparison."""
 SEEDS = 2**63
 """Above every seed: torch overflows beyond 64 bits, and other readers of a `run.json` may use one for the sign."""
-MOST_SEEDS = 10_000
+MAX_SEEDS = 10_000
 """Maximum number of runs for `--seeds`; larger values are probably a seed passed by mistake."""
 
 
 def bounded_epochs(name: str, value: int) -> None:
     """Raises unless `value` is a number of epochs that a run can list."""
-    at_most(name, value, MOST_EPOCHS)
+    at_most(name, value, MAX_EPOCHS)
 
 
 def is_seed(name: str, value: int) -> None:

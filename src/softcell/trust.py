@@ -32,7 +32,7 @@ STATE = "SOFTCELL_STATE"
 PASSED_ON = "SOFTCELL_TRUSTED"
 """Environment variable: digests, separated by commas, of the files that the parent process trusts."""
 FORMAT, VERSION = "softcell-trust", 1
-MOST_VERSIONS = 50
+MAX_VERSIONS = 50
 """Contents of one path that are remembered: a plugin under development changes often."""
 Kind = Literal["plugin", "program"]
 Ask = Callable[[str], bool]
@@ -198,7 +198,7 @@ def _agree(content: Content) -> None:
                 fcntl.flock(lock, fcntl.LOCK_EX)
             known = _remembered()
             others = [digest for digest in known.get(str(content.path), ()) if digest != content.digest]
-            known[str(content.path)] = [*others, content.digest][-MOST_VERSIONS:]
+            known[str(content.path)] = [*others, content.digest][-MAX_VERSIONS:]
             text = json.dumps({"format": FORMAT, "version": VERSION, "files": known}, indent=2) + "\n"
             temporary = file.with_name(f".{file.name}.{os.getpid()}.tmp")
             try:

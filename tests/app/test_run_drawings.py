@@ -35,9 +35,9 @@ def test_the_entropy_of_every_edge_is_drawn_over_the_epochs(tmp_path: Path) -> N
 
 
 def test_a_long_search_is_shown_by_epochs_spread_evenly() -> None:
-    assert evenly(3, jobs.MOST_COLUMNS) == [0, 1, 2]
-    spread = evenly(150, jobs.MOST_COLUMNS)
-    assert (spread[0], spread[-1], len(spread)) == (0, 149, jobs.MOST_COLUMNS)
+    assert evenly(3, jobs.MAX_COLUMNS) == [0, 1, 2]
+    spread = evenly(150, jobs.MAX_COLUMNS)
+    assert (spread[0], spread[-1], len(spread)) == (0, 149, jobs.MAX_COLUMNS)
     assert spread == sorted(set(spread))
 
 

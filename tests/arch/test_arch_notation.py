@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from softcell.arch import Cell, Genotype, Pick
-from softcell.arch.genotype import MOST_NODES, alive
+from softcell.arch.genotype import MAX_NODES, alive
 from softcell.arch.notation import from_darts, from_nb201, parse, to_darts, to_nb201
 from softcell.errors import UserError
 from softcell.spaces import build_space
@@ -300,15 +300,15 @@ def nb201_of(last: int) -> str:
 
 @pytest.mark.parametrize("text_of", [darts_of, nb201_of])
 def test_the_largest_cell_that_is_read_survives_json_and_a_larger_one_is_refused(text_of: Callable[[int], str]) -> None:
-    largest = parse(text_of(MOST_NODES))
+    largest = parse(text_of(MAX_NODES))
     assert Genotype.loads(largest.dumps()) == largest
-    with pytest.raises(UserError, match=f"up to (number )?{MOST_NODES}"):
-        parse(text_of(MOST_NODES + 1))
+    with pytest.raises(UserError, match=f"up to (number )?{MAX_NODES}"):
+        parse(text_of(MAX_NODES + 1))
 
 
 def test_more_outputs_than_json_can_list_are_refused() -> None:
     with pytest.raises(UserError, match="as many outputs"):
-        parse(darts_of(MOST_NODES, outputs=list(range(MOST_NODES + 1))))
+        parse(darts_of(MAX_NODES, outputs=list(range(MAX_NODES + 1))))
 
 
 @pytest.mark.parametrize("text", ["", "hello", "[1, 2]"])

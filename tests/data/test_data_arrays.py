@@ -215,6 +215,6 @@ def test_a_torch_dataset_beyond_memory_or_of_several_sizes_is_refused(
 
     with pytest.raises(UserError, match=r"image 0 is \[4, 4\] and image 1 \[5, 4\]"):
         keep_arrays(Growing(colours()), tmp_path)
-    monkeypatch.setattr(arrays, "MOST_BYTES", 100)
+    monkeypatch.setattr(arrays, "MAX_BYTES", 100)
     with pytest.raises(UserError, match=r"up to 0 GiB.*folder of CLASS/IMAGE"):
         keep_arrays(Pictures(colours()), tmp_path)

@@ -48,13 +48,13 @@ def shortened(text: str) -> str:
 @pytest.mark.parametrize("page", TUTORIALS, ids=lambda page: page.stem)
 def test_a_tutorial_can_be_followed(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    for name, value in {"MOST_SEARCH_EPOCHS": 1, "LEAST_SEARCH_EPOCHS": 1}.items():
+    for name, value in {"MAX_SEARCH_EPOCHS": 1, "MIN_SEARCH_EPOCHS": 1}.items():
         monkeypatch.setattr(pipeline, name, value)
     monkeypatch.setattr(choose, "MEASURING_BOUNDS", (0.01, 0.01))
-    monkeypatch.setattr(choose, "LEAST_EPOCHS", 0)
+    monkeypatch.setattr(choose, "MIN_EPOCHS", 0)
     for each in (pipeline, competition):
-        monkeypatch.setattr(each, "MOST_TRAIN_EPOCHS", 1)
-        monkeypatch.setattr(each, "LEAST_EPOCHS", 0)
+        monkeypatch.setattr(each, "MAX_TRAIN_EPOCHS", 1)
+        monkeypatch.setattr(each, "MIN_EPOCHS", 0)
     before = torch.get_num_threads()
     names: dict[str, Any] = {"__name__": "tutorial"}
     try:

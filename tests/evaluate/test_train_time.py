@@ -30,7 +30,7 @@ from softcell.evaluate import TrainRecipe, TrainResult, load_network, resolve, s
 from softcell.evaluate.recipe import FITTED, fit_data
 from softcell.evaluate.teacher import resolve_teacher
 from softcell.evaluate.train import augment_of
-from softcell.settings import MOST_EPOCHS
+from softcell.settings import MAX_EPOCHS
 from softcell.spaces import build_space
 from tests.helpers.engine_toy import Toy
 from tests.helpers.search_toys import TINY, training, write_data
@@ -90,7 +90,7 @@ def test_a_training_run_stops_on_time_within_an_epoch(
     assert manifest["status"] == "finished" and manifest["recipe"]["time"] == 33 and manifest["recipe"]["epochs"] == 0
     assert 0.85 * 33 <= manifest["results"]["time_used"] <= 1.05 * 33
     started = next(event for event in clock.events if isinstance(event, Started))
-    assert (started.time, started.num_epochs) == (33, MOST_EPOCHS)
+    assert (started.time, started.num_epochs) == (33, MAX_EPOCHS)
     left = [event.seconds_left for event in clock.events if isinstance(event, Stepped)]
     assert left[0] == 33 and left[-1] == pytest.approx(33 - clock.steps + 1)
 
@@ -292,7 +292,7 @@ def test_threads_are_chosen_even_if_an_epoch_has_fewer_steps_than_are_timed(
 def test_epochs_of_a_time_are_shown_rarely_and_with_the_time_left() -> None:
     screen = Console(file=io.StringIO(), width=100)
     with Display(screen, "heading") as display:
-        display(Started(0, 0, MOST_EPOCHS, 100.0))
+        display(Started(0, 0, MAX_EPOCHS, 100.0))
         for epoch in range(200):
             display(Stepped(epoch, 1, 1, (epoch + 1) / 200, 100.0 - (epoch + 1) / 2))
             display(EpochEnded(epoch, {"epoch": epoch, "train_loss": 0.5}))

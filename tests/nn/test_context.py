@@ -10,7 +10,7 @@ from torch import Tensor
 
 from softcell.errors import UserError
 from softcell.nn.objective import (
-    MOST_MASKS,
+    MAX_MASKS,
     ContextAutoRegression,
     Decoder,
     covered,
@@ -20,7 +20,7 @@ from softcell.nn.objective import (
 )
 
 SIDES = st.integers(3, 40)
-NUMBERS = 1 + 3 * MOST_MASKS
+NUMBERS = 1 + 3 * MAX_MASKS
 
 
 @settings(max_examples=150, deadline=None)
@@ -34,7 +34,7 @@ def test_masks_keep_their_laws_at_any_size(height: int, width: int, seed: int, e
     hidden = covered(boxes, height, width)
     for image in range(16):
         used = [box for box in boxes[image].tolist() if box[2]]
-        assert 2 <= len(used) <= MOST_MASKS
+        assert 2 <= len(used) <= MAX_MASKS
         twin = torch.zeros(height, width, dtype=torch.bool)
         for top, left, high, wide in used:
             assert top >= 0 and left >= 0 and top + high <= height and left + wide <= width and wide >= 1
@@ -77,8 +77,8 @@ def test_masks_differ_in_number_overlap_and_come_close_to_a_quarter() -> None:
     numbers = torch.rand(4000, NUMBERS, generator=torch.Generator().manual_seed(0))
     boxes = rectangles(numbers, 32, 32)
     counts = (boxes[:, :, 2] > 0).sum(1)
-    assert set(counts.tolist()) == set(range(2, MOST_MASKS + 1))
-    assert all(abs(int((counts == m).sum()) - 4000 / 7) < 5 * (4000 / 7) ** 0.5 for m in range(2, MOST_MASKS + 1))
+    assert set(counts.tolist()) == set(range(2, MAX_MASKS + 1))
+    assert all(abs(int((counts == m).sum()) - 4000 / 7) < 5 * (4000 / 7) ** 0.5 for m in range(2, MAX_MASKS + 1))
     hidden = covered(boxes, 32, 32).flatten(1).sum(1)
     areas = (boxes[:, :, 2] * boxes[:, :, 3]).sum(1)
     assert (hidden < areas).any()  # some overlap

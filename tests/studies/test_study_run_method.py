@@ -17,7 +17,7 @@ def test_methods_share_images_and_training_and_finished_rows_are_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     record = tmp_path / "rows.jsonl"
-    given = "--images 40 --held 20 --channels 2 --search 1 --epochs 1 --seeds 1".split()
+    given = ["--images", "40", "--held", "20", "--channels", "2", "--search", "1", "--epochs", "1", "--seeds", "1"]
     monkeypatch.setattr(sys, "argv", ["run_method", *given, "--record", str(record)])
     searched: list[str] = []
     found_by_search = run_method.found_by_search

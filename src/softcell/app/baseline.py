@@ -28,7 +28,7 @@ from softcell.search.budget import ABOUT, format_cost, next_within, state_budget
 from softcell.search.genotypes import run_of
 from softcell.search.recipe import SearchRecipe, load_images, resolve
 from softcell.seeds import Ran, run_all
-from softcell.settings import MOST_RANDOM, at_most
+from softcell.settings import MAX_RANDOM, at_most
 from softcell.spaces import Shape, build_space
 from softcell.text import count_of, percent
 
@@ -199,7 +199,7 @@ def draw_random(like: Genotype, recipe: TrainRecipe, count: int) -> list[Genotyp
     """
     if count < 1:
         raise UserError(f"`count >= 1` must hold for random architectures, but got count={count}")
-    at_most("random", count, MOST_RANDOM)
+    at_most("random", count, MAX_RANDOM)
     space = build_space(like.space, recipe.space_settings)
     layout = space.layout()
     check_same_form(like, layout)

@@ -104,7 +104,7 @@ CURVES = {
     "temperature.svg": ("temperature", ("temperature",)),
     "cost.svg": ("expected parameters of the architecture", ("expected_parameters",)),
 }
-MOST_COLUMNS = 16
+MAX_COLUMNS = 16
 """Maximum number of epochs in the heat map of entropies, evenly spaced, including the first and the last."""
 
 
@@ -173,7 +173,7 @@ def draw_architecture(folder: Path, layout: Layout, title: str) -> None:
         rows = edge_names(table)
         svg = heat_svg(_aligned(table, weights, columns), rows, columns, f"{title}: weights of the {name} table")
         atomic_write_text(folder / f"architecture-{name}.svg", svg)
-        shown = [lines[i] for i in evenly(len(lines), MOST_COLUMNS)]
+        shown = [lines[i] for i in evenly(len(lines), MAX_COLUMNS)]
         by_epoch = [[_entropy(row) for row in line["tables"][name]] for line in shown]
         svg = heat_svg(
             [list(edge) for edge in zip(*by_epoch, strict=True)],

@@ -20,7 +20,7 @@ from softcell.app.report.trackers import Tracking
 from softcell.engine.distributed import is_main_process
 from softcell.engine.task import EpochEnded, Event, Finished, Interrupted, Note, OnEvent, Started, Stepped
 from softcell.seeds import seed_folder
-from softcell.settings import MOST_EPOCHS
+from softcell.settings import MAX_EPOCHS
 from softcell.text import clock, count_of, percent
 
 SHOWN_EVERY = 0.05
@@ -193,7 +193,7 @@ class Display:
                 self._say(self.heading)
                 # A run that has finished all its epochs resumes none: it only evaluates and writes its results.
                 if (event.epoch or event.step) and event.epoch < event.num_epochs:
-                    of = f" of {event.num_epochs}" if event.num_epochs < MOST_EPOCHS else ""
+                    of = f" of {event.num_epochs}" if event.num_epochs < MAX_EPOCHS else ""
                     self._say(f"resuming at epoch {event.epoch + 1}{of}, step {event.step}")
             case Stepped():
                 self._step(event)
@@ -340,7 +340,7 @@ class RunScreen:
 
 def _epoch_of(epoch: int, num_epochs: int) -> str:
     """`epoch  3/50`, or `epoch 3` without a limit."""
-    if num_epochs == MOST_EPOCHS:
+    if num_epochs == MAX_EPOCHS:
         return f"epoch {epoch + 1}"
     return f"epoch {epoch + 1:>{len(str(num_epochs))}}/{num_epochs}"
 

@@ -15,9 +15,9 @@ from softcell.text import Shown, count_of
 
 FORMAT = "softcell-genotype"
 VERSION = 1
-MOST_NODES = 100
+MAX_NODES = 100
 """The highest node number in a cell. A larger one is a typing error and must not fill the memory."""
-MOST_EDGES = 10_000
+MAX_EDGES = 10_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,8 +153,8 @@ def _cell(where: str, data: object) -> Cell:
     if not isinstance(data, dict) or not isinstance(data.get("edges"), list):
         raise UserError(f"{where}: must hold `edges`, a list of [source, target, operation]")
     picks = []
-    if len(data["edges"]) > MOST_EDGES:
-        raise UserError(f"{where}: a cell must have at most {MOST_EDGES:,} edges, but has {len(data['edges']):,}")
+    if len(data["edges"]) > MAX_EDGES:
+        raise UserError(f"{where}: a cell must have at most {MAX_EDGES:,} edges, but has {len(data['edges']):,}")
     for edge in data["edges"]:
         # `int(...)` matches booleans too, hence the test of types.
         match edge:
@@ -164,13 +164,13 @@ def _cell(where: str, data: object) -> Cell:
                 raise UserError(
                     f"{where}: an edge must be [source, target, operation] with 0 <= source <= target, got {edge!r:.80}"
                 )
-        if target > MOST_NODES:
-            raise UserError(f"{where}: a node must have a number up to {MOST_NODES}, got {target} in {edge!r:.80}")
+        if target > MAX_NODES:
+            raise UserError(f"{where}: a node must have a number up to {MAX_NODES}, got {target} in {edge!r:.80}")
     output = data.get("output")
     if not isinstance(output, list) or not output or not all(type(n) is int and n >= 0 for n in output):
         raise UserError(f"{where}: `output` must list the output nodes, got {output!r:.80}")
-    if max(output) > MOST_NODES or len(output) > MOST_NODES:
-        raise UserError(f"{where}: `output` must list nodes up to number {MOST_NODES}, got {output!r:.80}")
+    if max(output) > MAX_NODES or len(output) > MAX_NODES:
+        raise UserError(f"{where}: `output` must list nodes up to number {MAX_NODES}, got {output!r:.80}")
     return Cell(tuple(picks), tuple(output))
 
 

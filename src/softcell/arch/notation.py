@@ -10,11 +10,11 @@ import re
 from typing import TypeVar
 
 from softcell.arch.choice import Pick
-from softcell.arch.genotype import MOST_NODES, Cell, Genotype
+from softcell.arch.genotype import MAX_NODES, Cell, Genotype
 from softcell.errors import UserError
 
 DARTS_INPUTS = 2  # a DARTS cell has two input nodes, and its notation lists two edges per inner node
-MOST_CHARACTERS = 200_000  # of a notation: Python's parser needs about a thousand times its length in memory
+MAX_CHARACTERS = 200_000  # of a notation: Python's parser needs about a thousand times its length in memory
 
 __all__ = ["from_darts", "from_nb201", "parse", "to_darts", "to_nb201"]
 
@@ -117,8 +117,8 @@ def from_nb201(text: str) -> Genotype:
     """
     picks = []
     last = text.count("+") + 1
-    if last > MOST_NODES:
-        raise UserError(f"NAS-Bench-201 string: a node must have a number up to {MOST_NODES}, got {last}")
+    if last > MAX_NODES:
+        raise UserError(f"NAS-Bench-201 string: a node must have a number up to {MAX_NODES}, got {last}")
     for target, node in enumerate(text.strip().split("+"), start=1):
         if not (node.startswith("|") and node.endswith("|") and len(node) > 2):
             raise UserError(f"NAS-Bench-201 string: each node must be |op~source|...|, got {node!r}")
@@ -161,8 +161,8 @@ def to_nb201(genotype: Genotype) -> str:
 
 def _darts_calls(text: str) -> dict[str, ast.Call]:
     """The `Genotype(...)` calls of a text by the names they are assigned to, or by their lines where they have none."""
-    if len(text) > MOST_CHARACTERS:
-        raise UserError(f"DARTS notation: at most {MOST_CHARACTERS:,} characters are read, but it has {len(text):,}")
+    if len(text) > MAX_CHARACTERS:
+        raise UserError(f"DARTS notation: at most {MAX_CHARACTERS:,} characters are read, but it has {len(text):,}")
     try:
         statements = ast.parse(text.strip()).body
     except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -215,9 +215,9 @@ def _darts_cell(name: str, edges: ast.expr, concat: ast.expr) -> Cell:
             raise UserError(f"{where}: an edge into node {target} must start at 0..{target - 1}, got {source}")
         picks.append(Pick(source, target, op))
     last = targets[-1]
-    if max(last, len(output)) > MOST_NODES:  # as in JSON, in which the genotype is saved
+    if max(last, len(output)) > MAX_NODES:  # as in JSON, in which the genotype is saved
         raise UserError(
-            f"{where}: a cell must have nodes up to number {MOST_NODES} and as many outputs, got node {last} and "
+            f"{where}: a cell must have nodes up to number {MAX_NODES} and as many outputs, got node {last} and "
             f"{len(output)} outputs"
         )
     if not output or not all(0 <= node <= last for node in output):
@@ -265,7 +265,7 @@ def _range(node: ast.expr) -> list[int]:
         if node.func.id == "range":
             found = range(*(_strict(int, ast.literal_eval(argument)) for argument in node.args))
             # Cut before it is a list: a mistyped range must not fill the memory.
-            return list(found[:MOST_NODES])
+            return list(found[:MAX_NODES])
         if node.func.id == "list" and len(node.args) == 1:
             return _range(node.args[0])
     return [_strict(int, item) for item in ast.literal_eval(node)]

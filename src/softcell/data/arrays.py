@@ -23,7 +23,7 @@ from softcell.data.dataset import Dataset, from_arrays, hold_out_test
 from softcell.errors import UserError
 
 AnyArray = NDArray[np.generic]
-MOST_BYTES = 4 * 1024**3
+MAX_BYTES = 4 * 1024**3
 """Of the images of a torch dataset, which are read into memory."""
 _KINDS = (
     "(images, labels) as arrays or tensors, a torch dataset, or a mapping with `train`, `test` and `classes` or with "
@@ -269,9 +269,9 @@ def _pair(data: Any) -> tuple[str, AnyArray, AnyArray, Iterable[str] | None]:
             labels.append(int(item[1]))
         except (TypeError, ValueError):
             raise UserError(f"labels must be whole numbers, but item {number} has {item[1]!r:.60}") from None
-        if number == 0 and len(data) * images[0].nbytes > MOST_BYTES:
+        if number == 0 and len(data) * images[0].nbytes > MAX_BYTES:
             raise UserError(
-                f"a torch dataset is read into memory, up to {MOST_BYTES / 2**30:.0f} GiB, but {len(data):,} images "
+                f"a torch dataset is read into memory, up to {MAX_BYTES / 2**30:.0f} GiB, but {len(data):,} images "
                 f"need {len(data) * images[0].nbytes / 2**30:.1f} GiB; pass a folder of CLASS/IMAGE files instead"
             )
         if images[-1].shape != images[0].shape:

@@ -22,7 +22,7 @@ _STATISTICS_SAMPLE = 512  # images decoded for mean and std when not all are in 
 _SMALLEST_STD = 1 / 255  # for a constant channel
 _SPLIT_SEED = 0
 TEST_FRACTION = 0.2
-MOST_STATED = 100_000
+MAX_STATED = 100_000
 """Files whose sizes and times are part of a fingerprint (`content_of`)."""
 NUM_SAMPLED = 64
 """Files whose contents are part of it."""
@@ -222,7 +222,7 @@ def _labels(images: Images) -> str:
 def _of_files(images: Files) -> dict[str, str]:
     count = len(images)
     listed, times = hashlib.sha256(images.layout()), hashlib.sha256()
-    for index in _spread(count, MOST_STATED):
+    for index in _spread(count, MAX_STATED):
         path = images.path(index)
         try:
             status = path.stat()

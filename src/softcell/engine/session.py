@@ -30,7 +30,7 @@ from softcell.text import count_of
 
 # The two workspaces for which cuBLAS promises repeatable results; the larger one costs 24 MiB and no speed.
 _CUBLAS_WORKSPACE = ":4096:8"
-MOST_THREADS = 64  # or the number of cores: more threads only wait for each other
+MAX_THREADS = 64  # or the number of cores: more threads only wait for each other
 
 
 def resolve_device(name: str) -> torch.device:
@@ -127,7 +127,7 @@ def set_threads(count: int) -> int:
     if count < 0:
         raise UserError(f"`threads >= 0` must hold, but got threads={count}; 0 leaves the choice to torch")
     cores = usable_cores()
-    at_most("threads", count, max(MOST_THREADS, cores))
+    at_most("threads", count, max(MAX_THREADS, cores))
     if count > cores:
         warnings.warn(
             f"threads={count} is more than the {cores} cores that this process may use, which makes it slower; lower "

@@ -144,7 +144,7 @@ class TimeBudget:
 
         At least half: one slow measurement must not end a run, and a time shorter than a test leads to a warning.
         """
-        kept = self.evaluating + self.saving + min(MOST_FILE_SECONDS, FILE_SHARE * self.seconds)
+        kept = self.evaluating + self.saving + min(MAX_FILE_SECONDS, FILE_SHARE * self.seconds)
         kept -= 0.0 if self._later is None else self._later()
         return self.seconds - min(kept, self.seconds / 2)
 
@@ -160,7 +160,7 @@ class TimeBudget:
         return self.used >= self.for_steps
 
 
-MOST_FILE_SECONDS, FILE_SHARE = 0.5, 0.02
+MAX_FILE_SECONDS, FILE_SHARE = 0.5, 0.02
 """Weights, predictions and `run.json` are written after the last step: half a second, or this share of a short time."""
 
 

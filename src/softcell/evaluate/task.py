@@ -37,7 +37,7 @@ from softcell.kernels.warm_up import failure_reported, is_enabled, warm_up, warm
 from softcell.nn.classifiers import Classifier
 from softcell.nn.norm import running_statistics
 from softcell.nn.objective import ProxyNCA
-from softcell.settings import MOST_EPOCHS
+from softcell.settings import MAX_EPOCHS
 from softcell.spaces import Network
 from softcell.spaces.execution import can_fuse, fused_networks, is_modules_only
 from softcell.text import clock
@@ -93,7 +93,7 @@ class TrainTask:
 
     @property
     def num_epochs(self) -> int:
-        return self.recipe.epochs or MOST_EPOCHS
+        return self.recipe.epochs or MAX_EPOCHS
 
     def steps_in(self, epoch: int) -> int:
         return self._train.num_batches

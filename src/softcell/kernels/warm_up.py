@@ -40,7 +40,7 @@ MARKS = "softcell-compiled"
 LOCK = "lock"
 """The file in that folder that one process at a time holds."""
 SWITCH = "SOFTCELL_COMPILE_AHEAD"
-MOST_SECONDS = 600.0
+MAX_SECONDS = 600.0
 """A worker that takes longer is ended; its kernels are compiled on first use."""
 END = b"\xff" * 4
 """In place of a job's number: a worker that reads it ends."""
@@ -157,7 +157,7 @@ def compile_all(
 
 _early: Compiler | None = None
 """Its workers run already; the next warm-up takes it."""
-MOST_EARLY = 32
+MAX_EARLY = 32
 """Workers that are started before it is known how many kernels are missing."""
 
 
@@ -175,7 +175,7 @@ def workers_ready(wanted: bool = True) -> Iterator[None]:
             with suppress(OSError):
                 if _is_cold():
                     _early = own = Compiler(None)
-                    own.start(MOST_EARLY)
+                    own.start(MAX_EARLY)
         yield
     finally:
         if own is not None and _early is own:
@@ -266,7 +266,7 @@ class Compiler:
                     cores = count_of(min(len(self._workers), self.num_missing), "core")
                     self._notify(f"compiling {count_of(self.num_missing, 'kernel')} on {cores}")
                 if wait:  # not after Ctrl-C
-                    end = time.monotonic() + MOST_SECONDS
+                    end = time.monotonic() + MAX_SECONDS
                     for worker in self._workers:
                         with suppress(subprocess.TimeoutExpired):
                             worker.wait(max(0.0, end - time.monotonic()))

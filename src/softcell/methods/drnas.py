@@ -28,12 +28,12 @@ from softcell.methods.base import Masks, Method, Regime, logits_like, register_m
 from softcell.nn.stochastic import draw_gamma
 from softcell.settings import not_negative
 
-LEAST = 1e-6  # elu(β) + 1 rounds to 0 for very negative β, and no distribution has that concentration
+MIN_CONCENTRATION = 1e-6  # elu(β) + 1 rounds to 0 for very negative β, and no distribution has that concentration
 
 
 def concentration(beta: Tensor) -> Tensor:
-    """c = elu(β) + 1, any shape; at least `LEAST`."""
-    return (F.elu(beta) + 1.0).clamp_min(LEAST)
+    """c = elu(β) + 1, any shape; at least `MIN_CONCENTRATION`."""
+    return (F.elu(beta) + 1.0).clamp_min(MIN_CONCENTRATION)
 
 
 def pathwise(c: Tensor, gammas: Tensor, mask: Tensor) -> Tensor:

@@ -153,13 +153,13 @@ class ProxyNCA(nn.Module):
         return (torch.logsumexp(others, 1) - near.masked_fill(~own, 0.0).sum(1)).mean()
 
 
-LEAST_MASKS, MOST_MASKS = 2, 8
+MIN_MASKS, MAX_MASKS = 2, 8
 COVERED = 4
 """Masks hide at most 1 / COVERED of an image."""
 STRETCH = 2.0
 """The sides of a rectangle are at most this unequal."""
 _NUMBERS = 3  # random numbers of a rectangle: its shape, its row, its column
-LEAST_WIDTH = 16
+MIN_WIDTH = 16
 
 
 def rectangles(numbers: Tensor, height: int, width: int) -> Tensor:
@@ -170,11 +170,11 @@ def rectangles(numbers: Tensor, height: int, width: int) -> Tensor:
     """
     most = (numbers.shape[1] - 1) // _NUMBERS
     pixels = height * width // COVERED
-    if pixels < LEAST_MASKS:
-        least = COVERED * LEAST_MASKS
+    if pixels < MIN_MASKS:
+        least = COVERED * MIN_MASKS
         raise UserError(f"context auto-regression needs images of at least {least} pixels, got {height}x{width}")
-    choices = min(most, pixels) - LEAST_MASKS + 1
-    count = LEAST_MASKS + (numbers[:, :1] * choices).long().clamp(max=choices - 1)  # [n, 1]
+    choices = min(most, pixels) - MIN_MASKS + 1
+    count = MIN_MASKS + (numbers[:, :1] * choices).long().clamp(max=choices - 1)  # [n, 1]
     shape, y, x = numbers[:, 1:].unflatten(1, (most, _NUMBERS)).unbind(2)  # type: ignore[no-untyped-call]
     area = pixels // count  # whole pixels, so that m rectangles never cover more than the quarter
     stretch = torch.exp((2.0 * shape - 1.0) * math.log(STRETCH))
@@ -204,7 +204,7 @@ def covered(boxes: Tensor, height: int, width: int) -> Tensor:
 def draw_masks(images: Tensor) -> Tensor:
     """Random hidden pixels of a batch [n, c, h, w], redrawn at every call: bool [n, 1, h, w]."""
     height, width = images.shape[-2:]
-    return covered(rectangles(uniform_for_batch(images, 1 + _NUMBERS * MOST_MASKS), height, width), height, width)
+    return covered(rectangles(uniform_for_batch(images, 1 + _NUMBERS * MAX_MASKS), height, width), height, width)
 
 
 def missing_l1(predicted: Tensor, images: Tensor, hidden: Tensor) -> Tensor:
@@ -226,7 +226,7 @@ class Decoder(nn.Module):
         self.sizes = _steps(sizes)
         layers: list[nn.Module] = []
         for _ in self.sizes:
-            narrower = max(LEAST_WIDTH, channels // 2)
+            narrower = max(MIN_WIDTH, channels // 2)
             layers.append(
                 nn.Sequential(nn.Conv2d(channels, narrower, 3, padding=1, bias=False), BatchNorm2d(narrower), nn.ReLU())
             )

@@ -34,11 +34,11 @@ NAMES = {"parameters": "parameters", "flops": "multiply-adds", "latency": "laten
 
 GROWTH = 40.0
 """The logarithm of a multiplier grows by this much over a whole search whose network costs e times its budget."""
-LEAST = 0.25
+MIN_EXCESS = 0.25
 """A violation counts as at least this much, so that a small one is not approached endlessly."""
 SLACK = 0.1
 """Within this share below the budget no multiplier moves: the derived network jumps, and would oscillate around it."""
-MOST = math.log(10.0)
+MAX_LOG_STEP = math.log(10.0)
 """No epoch moves a multiplier by more than a factor of 10."""
 RELEASE = 0.25
 """A multiplier falls by this share of what it would rise: a budget that is lost takes epochs to be met again."""
@@ -57,12 +57,12 @@ def next_multiplier(multiplier: float, value: float, limit: float, epoch: int, n
     # By its table, a network may have a latency of 0.
     excess = math.log(max(value, 1e-9) / limit)
     if excess > 0:
-        direction = max(excess, LEAST)
+        direction = max(excess, MIN_EXCESS)
     elif value < (1.0 - SLACK) * limit and epoch + 1 < FREE * num_epochs:
         direction = RELEASE * excess
     else:
         return multiplier
-    step = max(-MOST, min(MOST, GROWTH / num_epochs * direction))
+    step = max(-MAX_LOG_STEP, min(MAX_LOG_STEP, GROWTH / num_epochs * direction))
     low, high = RANGE[form]
     return min(high, max(low, multiplier * math.exp(step)))
 

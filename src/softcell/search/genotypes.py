@@ -17,7 +17,7 @@ from softcell.arch.genotype import FORMAT, VERSION
 from softcell.engine import RunFolder
 from softcell.engine.runfolder import SEEDS
 from softcell.errors import UserError
-from softcell.files import MOST_BYTES_OF_LINES, parse_json, read_json, read_text
+from softcell.files import MAX_BYTES_OF_LINES, parse_json, read_json, read_text
 from softcell.search.recipe import resolve
 from softcell.settings import flat
 
@@ -141,7 +141,7 @@ def _rows(folder: Path) -> dict[int, dict[str, Any]]:
     """Lines by their epoch, counted from 1."""
     file, found = folder / FILE, dict[int, dict[str, Any]]()
     try:
-        text = read_text(file, most_bytes=MOST_BYTES_OF_LINES) if file.is_file() else ""
+        text = read_text(file, most_bytes=MAX_BYTES_OF_LINES) if file.is_file() else ""
         for content in text.split("\n")[:-1]:  # a line that a killed run did not finish has no end
             row = parse_json(content, FILE)
             found[int(row["epoch"]) + 1] = row

@@ -259,8 +259,8 @@ def global_pool(x: Tensor) -> Tensor:
     return torch.mean(dense_gradient(x), dim=(2, 3))
 
 
-MOST_OF_ANY = 2**20
-MOST = {"nodes": 100, "cells": 1000, "cells_per_stage": 1000, "layers": 1000, "blocks": 1000}
+MAX_ANY_SETTING = 2**20
+MAX_SETTINGS = {"nodes": 100, "cells": 1000, "cells_per_stage": 1000, "layers": 1000, "blocks": 1000}
 """Largest values of settings by name: larger networks take hours to build and are mistakes."""
 SPACES: Registry[Space] = Registry("space", "softcell.spaces")
 register_space = SPACES.add
@@ -279,7 +279,7 @@ def build_space(name: str, settings: Mapping[str, Any] | None = None) -> Space:
     for setting in fields(found):  # type: ignore[arg-type]
         value = getattr(found, setting.name)
         if type(value) is int:
-            at_most(f"space.{setting.name}", value, MOST.get(setting.name, MOST_OF_ANY))
+            at_most(f"space.{setting.name}", value, MAX_SETTINGS.get(setting.name, MAX_ANY_SETTING))
     return found
 
 

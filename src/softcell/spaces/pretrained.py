@@ -130,7 +130,7 @@ def _exported(file: Path) -> dict[str, Any]:
     return Fields.of(data, str(file))
 
 
-MOST_NAMED = 6
+MAX_NAMED = 6
 """At most this many tensors that do not fit are named in a message."""
 
 
@@ -184,8 +184,8 @@ def describe_initial(found: Mapping[str, Any], holdout: float = 0.0) -> str:
     text = f"starting from {what}{found['run']}: {found['parameters']:,} of {found['of']:,} parameters"
     left_out = found["left_out"]
     if left_out:
-        more = f" and {len(left_out) - MOST_NAMED} more" if len(left_out) > MOST_NAMED else ""
-        text += f"; new, since they do not fit: {', '.join(left_out[:MOST_NAMED])}{more}"
+        more = f" and {len(left_out) - MAX_NAMED} more" if len(left_out) > MAX_NAMED else ""
+        text += f"; new, since they do not fit: {', '.join(left_out[:MAX_NAMED])}{more}"
     if what and holdout:
         text += "; the search may have learned from images that are held out now, so their accuracy is too high"
     return text

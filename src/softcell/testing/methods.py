@@ -19,7 +19,7 @@ from softcell.testing.tools import NUM_CLASSES, SHAPE, build_supernet, images, r
 MethodCheck = Callable[[type[Method], Space], None]
 SamplerCheck = Callable[[type[Sampler], Space], None]
 
-MOST_STEPS = 50
+MAX_STEPS = 50
 """Steps in which every logit must get a gradient; three are enough where all candidates are mixed."""
 
 
@@ -79,7 +79,7 @@ def gradients_reach_every_logit(kind: type[Method], space: Space) -> None:
         return
     free = {name: _learnable(kind, layout, name, p) for name, p in parameters.items()}
     sums = {name: torch.zeros_like(p) for name, p in parameters.items()}
-    for step in range(MOST_STEPS):
+    for step in range(MAX_STEPS):
         torch.manual_seed(step)
         loss = _loss(method, supernet)
         for name, gradient in zip(

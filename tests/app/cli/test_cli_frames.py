@@ -15,7 +15,7 @@ import softcell
 from softcell.app import process
 from softcell.app.cli.main import main
 
-MOST_FRAMES = 10
+MAX_FRAMES = 10
 ROOT = Path(softcell.__file__).parent
 
 
@@ -53,11 +53,11 @@ def in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., 
 def test_search_reaches_its_step_in_few_frames(in_folder: Callable[..., list[str]]) -> None:
     found = in_folder("softcell.search.task.bilevel", "search", "--space", "nb201", "--epochs", "1", "--quiet")
     assert found[0] == "app/cli/main.py:main" and "engine/loop.py:_Loop.steps" in found
-    assert len(found) <= MOST_FRAMES, "\n".join(found)
+    assert len(found) <= MAX_FRAMES, "\n".join(found)
 
 
 def test_train_reaches_its_step_in_few_frames(in_folder: Callable[..., list[str]]) -> None:
     cell = "|nor_conv_3x3~0|+|none~0|skip_connect~1|+|none~0|none~1|avg_pool_3x3~2|"
     found = in_folder("softcell.evaluate.task.classification_step", "train", cell, "--epochs", "1", "--quiet")
     assert found[0] == "app/cli/main.py:main" and "engine/loop.py:_Loop.steps" in found
-    assert len(found) <= MOST_FRAMES, "\n".join(found)
+    assert len(found) <= MAX_FRAMES, "\n".join(found)

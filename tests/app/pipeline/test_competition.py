@@ -8,7 +8,7 @@ from softcell.app.pipeline._competition import (
     ENTRY_EPOCHS,
     FIRST_SHARE,
     LONGER,
-    MOST_STARTING,
+    MAX_STARTING,
     SEED_EPOCHS,
     by_importance,
     decide,
@@ -60,7 +60,7 @@ def test_networks_enter_by_importance_and_the_last_are_cut_first(start: float) -
         if entered:  # everyone gets some epochs in the first round, besides the start
             is_last = num_rounds(len(entered)) == 1
             seconds, seeds = round_time(entered, room, 1.0, is_last=is_last, start=start)
-            assert seconds * seeds >= ENTRY_EPOCHS or start * len(entered) > MOST_STARTING * room
+            assert seconds * seeds >= ENTRY_EPOCHS or start * len(entered) > MAX_STARTING * room
     assert len(before) == 7
 
 
@@ -84,7 +84,7 @@ def test_start_up_counts_towards_a_round_but_not_towards_training_seconds() -> N
     lengths = sum(each.length for each in first)
     seconds, _ = round_time(first, 100.0, 1.0, is_last=False, start=1.0)
     assert seconds * lengths + 7 * 1.0 == pytest.approx(FIRST_SHARE * 100)
-    assert round_time(pair, 10.0, 1.0, is_last=True, start=50.0)[0] == pytest.approx(MOST_STARTING * 10 / 2)
+    assert round_time(pair, 10.0, 1.0, is_last=True, start=50.0)[0] == pytest.approx(MAX_STARTING * 10 / 2)
 
 
 def test_the_best_third_stays_and_the_largest_plain_network_with_them() -> None:

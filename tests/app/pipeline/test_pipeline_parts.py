@@ -12,7 +12,7 @@ from softcell.app.baseline import random_others
 from softcell.app.jobs import SearchTimeoutError, num_networks, shortened, stop_when_late
 from softcell.app.pipeline import Beside, Entry, Result, Round, Row, Summary, verdict
 from softcell.app.pipeline._choose import held_out_share
-from softcell.app.pipeline._inspect import LEAST_TRAINING, Inspection, check_num_images, least_images
+from softcell.app.pipeline._inspect import MIN_TRAINING, Inspection, check_num_images, least_images
 from softcell.app.pipeline._plan import Kind
 from softcell.app.pipeline._summary import standard_error
 from softcell.arch import count, sample
@@ -191,17 +191,17 @@ def test_a_summary_survives_its_file_and_a_moved_folder() -> None:
 
 def splits_of_runs() -> list[dict[str, float | int]]:
     found = [resolve({"method": name, "scale": "small"}).split for name in METHODS]
-    share = held_out_share(LEAST_TRAINING)
+    share = held_out_share(MIN_TRAINING)
     return [*found, {"train": 1.0 - share, "holdout": share}]
 
 
 def test_the_least_number_of_training_images_fills_every_split_and_one_less_does_not() -> None:
     for shares in splits_of_runs():
-        split(torch.zeros(LEAST_TRAINING, dtype=torch.int64), shares, 0)
+        split(torch.zeros(MIN_TRAINING, dtype=torch.int64), shares, 0)
     rejected = 0
     for shares in splits_of_runs():
         try:
-            split(torch.zeros(LEAST_TRAINING - 1, dtype=torch.int64), shares, 0)
+            split(torch.zeros(MIN_TRAINING - 1, dtype=torch.int64), shares, 0)
         except UserError:
             rejected += 1
     assert rejected
@@ -214,9 +214,9 @@ def test_the_minimum_number_of_images_is_enough_for_training(classes: int) -> No
         return len(hold_out_test(labels, tuple(map(str, range(classes))), "here")[0])
 
     least = least_images(classes)
-    assert left(max(least, 2 * classes)) >= LEAST_TRAINING
+    assert left(max(least, 2 * classes)) >= MIN_TRAINING
     if least > 2 * classes:
-        assert left(least - 1) < LEAST_TRAINING
+        assert left(least - 1) < MIN_TRAINING
 
 
 def test_the_error_says_how_many_images_to_add() -> None:

@@ -26,7 +26,7 @@ from softcell.app.pipeline._choose import (
 from softcell.app.pipeline._competition import sized
 from softcell.app.pipeline._inspect import Inspection, inspect_dataset
 from softcell.app.pipeline._plain import plain_cell, plain_networks
-from softcell.app.pipeline._plan import FINAL_SHARE, MOST_RESERVED, NEEDED, ONNX, SAFE, Candidate, Load, RunTime
+from softcell.app.pipeline._plan import FINAL_SHARE, MAX_RESERVED, NEEDED, ONNX, SAFE, Candidate, Load, RunTime
 from softcell.arch import sample
 from softcell.data import load
 from softcell.errors import UserError
@@ -158,7 +158,7 @@ def test_a_busy_machine_reserves_more_for_the_end(tmp_path: Path, monkeypatch: p
     alone, half, most, waiting = ends
     assert alone == pytest.approx(SAFE * 120 - (NEEDED + ONNX))
     assert half == pytest.approx(SAFE * 120 - 2 * (NEEDED + ONNX))
-    assert most == pytest.approx(SAFE * 120 - max(MOST_RESERVED * 120, 11 * NEEDED))
+    assert most == pytest.approx(SAFE * 120 - max(MAX_RESERVED * 120, 11 * NEEDED))
     assert waiting == pytest.approx(SAFE * 120 - 30 * NEEDED)  # what is needed is always reserved
 
 

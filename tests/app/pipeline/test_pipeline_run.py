@@ -39,15 +39,15 @@ MODULES = (module, competition)
 @pytest.fixture(autouse=True)
 def _short(monkeypatch: pytest.MonkeyPatch) -> None:
     """Epochs are capped, so that what is trained does not depend on how fast the machine is."""
-    monkeypatch.setattr(module, "MOST_SEARCH_EPOCHS", 2)
-    monkeypatch.setattr(module, "LEAST_SEARCH_EPOCHS", 1)
+    monkeypatch.setattr(module, "MAX_SEARCH_EPOCHS", 2)
+    monkeypatch.setattr(module, "MIN_SEARCH_EPOCHS", 1)
     for each in MODULES:
-        monkeypatch.setattr(each, "MOST_TRAIN_EPOCHS", 2)
-        monkeypatch.setattr(each, "LEAST_EPOCHS", 0)
-    monkeypatch.setattr(choose, "LEAST_EPOCHS", 0)
+        monkeypatch.setattr(each, "MAX_TRAIN_EPOCHS", 2)
+        monkeypatch.setattr(each, "MIN_EPOCHS", 0)
+    monkeypatch.setattr(choose, "MIN_EPOCHS", 0)
     monkeypatch.setattr(choose, "MEASURING_BOUNDS", (0.01, 0.01))
     monkeypatch.setattr(module, "OVERRUN", 1e6)
-    monkeypatch.setattr(competition, "MOST_SEEDS", 2)
+    monkeypatch.setattr(competition, "MAX_SEEDS", 2)
     monkeypatch.setattr("softcell.evaluate.latency.WARM_UP", 0.0)
 
 
@@ -279,11 +279,11 @@ def planned(
     asked: RunRequest | None = None,
 ) -> tuple[Plan, Screen]:
     """The plan of a run on a machine whose steps take the given times, and what was shown; nothing is trained."""
-    monkeypatch.setattr(module, "MOST_SEARCH_EPOCHS", 150)
+    monkeypatch.setattr(module, "MAX_SEARCH_EPOCHS", 150)
     for each in MODULES:
-        monkeypatch.setattr(each, "LEAST_EPOCHS", 5)
-    monkeypatch.setattr(choose, "LEAST_EPOCHS", 5)
-    monkeypatch.setattr(module, "LEAST_SEARCH_EPOCHS", 3)
+        monkeypatch.setattr(each, "MIN_EPOCHS", 5)
+    monkeypatch.setattr(choose, "MIN_EPOCHS", 5)
+    monkeypatch.setattr(module, "MIN_SEARCH_EPOCHS", 3)
     monkeypatch.setattr(module._Run, "_measure_search", lambda self, choice: search)
     monkeypatch.setattr(choose.Chooser, "_measure_training", lambda self, choice, settings: (train, 1))
     plan, screen = Plan.create(folder, asked or request(data)), Screen()

@@ -11,7 +11,7 @@ from softcell.app.pipeline._plain import (
     DEEPEST,
     ENOUGH_EPOCHS,
     GPU_FIXED,
-    LEAST_EPOCHS,
+    MIN_EPOCHS,
     enough_epochs,
     epoch_seconds,
     plain_cell,
@@ -79,7 +79,7 @@ def test_more_epochs_make_networks_larger_and_deeper() -> None:
     assert chosen(9 * enough)[0] == (3, 24)
     assert chosen(9 * enough - 1)[0] == (1, 32)
     assert enough_epochs(1, 1000) == ENOUGH_EPOCHS and enough_epochs(DEEPEST, 1000) == 9 * ENOUGH_EPOCHS
-    assert enough_epochs(1, 10**9) == LEAST_EPOCHS
+    assert enough_epochs(1, 10**9) == MIN_EPOCHS
 
 
 def test_a_shallow_network_is_preferred_to_a_deep_one_of_about_the_same_cost() -> None:
@@ -104,8 +104,8 @@ def test_with_little_time_the_network_is_small_and_with_too_little_there_is_none
     # Epochs are proportional to 1 / multiply-adds: `steps` of the network of one million.
     assert chosen(0, steps=10 * 49)[0] == (1, 24)  # the largest that has 10 epochs
     assert chosen(0, steps=10 * 6 - 1) == [(1, 8)]  # the smallest, if even that has few
-    assert chosen(0, steps=LEAST_EPOCHS * 6) == [(1, 8)]
-    assert chosen(0, steps=LEAST_EPOCHS * 6 - 1) == []
+    assert chosen(0, steps=MIN_EPOCHS * 6) == [(1, 8)]
+    assert chosen(0, steps=MIN_EPOCHS * 6 - 1) == []
 
 
 def test_forecasts_of_a_cpu_grow_more_slowly_than_multiply_adds() -> None:

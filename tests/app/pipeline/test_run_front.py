@@ -23,7 +23,7 @@ from softcell.app.pipeline import _front as front
 from softcell.app.pipeline import _run as module
 from softcell.app.pipeline import _summary as summary
 from softcell.app.pipeline._choose import Choice
-from softcell.app.pipeline._front import LEAST_SHARE, PAGE, time_shares
+from softcell.app.pipeline._front import MIN_SHARE, PAGE, time_shares
 from softcell.app.pipeline._plan import RunTime, TooLittleTimeError, split_budgets
 from softcell.engine.task import OnEvent
 from softcell.errors import UserError
@@ -62,14 +62,14 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def _short(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two epochs each, two networks in a competition, no ONNX files."""
-    for name, value in (("MOST_SEARCH_EPOCHS", 2), ("LEAST_SEARCH_EPOCHS", 1), ("MOST_TRAIN_EPOCHS", 2)):
+    for name, value in (("MAX_SEARCH_EPOCHS", 2), ("MIN_SEARCH_EPOCHS", 1), ("MAX_TRAIN_EPOCHS", 2)):
         monkeypatch.setattr(module, name, value)
-    monkeypatch.setattr(competition, "MOST_TRAIN_EPOCHS", 2)
+    monkeypatch.setattr(competition, "MAX_TRAIN_EPOCHS", 2)
     for each in (module, choose, competition, front):
-        monkeypatch.setattr(each, "LEAST_EPOCHS", 0)
+        monkeypatch.setattr(each, "MIN_EPOCHS", 0)
     monkeypatch.setattr(choose, "MEASURING_BOUNDS", (0.01, 0.01))
     monkeypatch.setattr(module, "OVERRUN", 1e6)
-    monkeypatch.setattr(competition, "MOST_SEEDS", 1)
+    monkeypatch.setattr(competition, "MAX_SEEDS", 1)
     monkeypatch.setattr(competition, "entrants", lambda candidates, *_: competition.by_importance(candidates)[:2])
     monkeypatch.setattr("softcell.evaluate.latency.WARM_UP", 0.0)
     whole = summary.export
@@ -125,7 +125,7 @@ def test_one_search_gives_a_network_for_every_budget_and_is_resumed(
 @given(st.lists(st.floats(0.01, 100.0), min_size=1, max_size=6))
 def test_shares_of_the_time_follow_the_seconds_of_an_epoch(epochs: list[float]) -> None:
     """They sum to 1, none is below the least, and those above it are in proportion."""
-    shares, least = time_shares(epochs), LEAST_SHARE / len(epochs)
+    shares, least = time_shares(epochs), MIN_SHARE / len(epochs)
     assert sum(shares) == pytest.approx(1.0) and min(shares) >= least - 1e-9
     pace = [share / seconds for share, seconds in zip(shares, epochs, strict=True) if share > least + 1e-9]
     assert not pace or max(pace) == pytest.approx(min(pace))
@@ -203,7 +203,7 @@ def test_the_final_training_runs_of_all_budgets_get_most_of_the_time(data: Path,
         plan.seconds += part.request.time
     assert total == pytest.approx(0.6 * 1000.0, rel=0.01)
     plan.seconds = 950.0  # starting and ending take their time, so a training cannot have all of it
-    assert RunTime(front._part(plan, choice, 1)).share == front.MOST_TRAINING
+    assert RunTime(front._part(plan, choice, 1)).share == front.MAX_TRAINING
 
 
 def test_budgets_that_the_time_cannot_fill_are_left_out(

@@ -10,7 +10,7 @@ import pytest
 from softcell.app.report.cells_graph import (
     GAP,
     LABEL_HEIGHT,
-    MOST_ITEMS,
+    MAX_ITEMS,
     NODE_HEIGHT,
     Graph,
     crossings,
@@ -114,6 +114,6 @@ def test_large_cells_lose_crossings_too() -> None:
     picks = tuple(Pick(rng.randrange(target), target, "conv") for target in range(2, 24) for _ in range(3))
     found = graph(Cell(picks, (23,)))
     order, pieces = order_items(found, distances(found)), segments(found)
-    assert len(order) > MOST_ITEMS
+    assert len(order) > MAX_ITEMS
     before = crossings(range(len(order)), pieces, pieces)
     assert crossings(ranks(order), pieces, pieces) < 0.7 * before

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from rich.cells import cell_len
 
 from softcell.app.report import to_svg
-from softcell.app.report.cells_graph import MOST_ITEMS, input_nodes
+from softcell.app.report.cells_graph import MAX_ITEMS, input_nodes
 from softcell.app.report.cells_svg import Box, Drawing, Point, lay_out
 from softcell.app.report.theme import COLOURS, FAMILIES, STROKES, clean, family, mark, shorten
 from softcell.arch import Cell, Genotype, Pick
@@ -87,10 +87,10 @@ def test_random_cells_have_no_overlaps(block: int) -> None:
 
 
 def test_cells_with_many_nodes_have_no_overlaps_either() -> None:
-    """Beyond `MOST_ITEMS` the order is only improved a little, or this would take minutes."""
+    """Beyond `MAX_ITEMS` the order is only improved a little, or this would take minutes."""
     picks = tuple(Pick(i, t, "sep_conv_3x3") for t in range(2, 40) for i in (0, t - 1))
     drawing = lay_out(Cell(picks, tuple(range(2, 40))))
-    assert len(drawing.nodes) + len(drawing.edges) > MOST_ITEMS
+    assert len(drawing.nodes) + len(drawing.edges) > MAX_ITEMS
     assert_geometry(drawing)
 
 

@@ -125,7 +125,7 @@ def test_random_cells_differ_and_keep_to_the_limit() -> None:
 
 
 def test_all_draws_are_used_before_there_are_too_few_random_cells(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plans, "MOST_DRAWS", 3)
+    monkeypatch.setattr(plans, "MAX_DRAWS", 3)
     layout = build_space("nb201").layout()
     draws = [cell for seed in (1, 2, 3) if not empty_cells(cell := sample(layout, seed), layout)]
     assert [random_cell("nb201", number, None) for number in range(1, len(draws) + 1)] == draws

@@ -189,7 +189,7 @@ def examples(*lines: str) -> str:
     return "\n\n".join(("Examples:", *(f"  {line}" for line in lines)))
 
 
-MOST_CHARACTERS = 2**26
+MAX_CHARACTERS = 2**26
 """Maximum length of an architecture on standard input."""
 
 
@@ -199,11 +199,11 @@ def from_stdin(text: str | None) -> str | None:
         return text
     try:
         # Reading one character more than allowed shows whether there is more.
-        content = sys.stdin.read(MOST_CHARACTERS + 1)
+        content = sys.stdin.read(MAX_CHARACTERS + 1)
     except UnicodeDecodeError as error:
         raise UserError(f"standard input must be text, but is not: {error}") from error
-    if len(content) > MOST_CHARACTERS:
-        raise UserError(f"an architecture has at most {MOST_CHARACTERS:,} characters, but standard input has more")
+    if len(content) > MAX_CHARACTERS:
+        raise UserError(f"an architecture has at most {MAX_CHARACTERS:,} characters, but standard input has more")
     if not content.strip():
         raise UserError("expected an architecture on standard input, but it is empty")
     notation.parse(content)  # so that other text is not mistaken for a path

@@ -44,7 +44,7 @@ OPSET = 20
 """Version of the operators; `scan` takes its own from the module of the same version."""
 CALIBRATION = 256
 """Number of training images used to calibrate activation ranges."""
-MOST_MEASURED = 2000
+MAX_MEASURED = 2000
 """Maximum number of images on which both networks are compared. Nothing is selected by the result."""
 BATCH = 32
 QUANTISED = ("Conv", "Gemm", "MatMul", "Relu", "MaxPool", "Concat")
@@ -326,10 +326,10 @@ def calibration_data(
     calibrated = _some(parts["train"], calibration)
     if "holdout" in parts:  # leaves the test images to the training run, which reads them once
         return CalibrationData(
-            dataset.train, calibrated, dataset.train, _some(parts["holdout"], MOST_MEASURED), "holdout"
+            dataset.train, calibrated, dataset.train, _some(parts["holdout"], MAX_MEASURED), "holdout"
         )
     among = torch.arange(0 if dataset.test is None else len(dataset.test))
-    return CalibrationData(dataset.train, calibrated, dataset.test, _some(among, MOST_MEASURED), "test")
+    return CalibrationData(dataset.train, calibrated, dataset.test, _some(among, MAX_MEASURED), "test")
 
 
 def _check_same(model: Model, dataset: Dataset, known: dict[str, Any], source: Path) -> None:

@@ -14,14 +14,14 @@ from softcell.app import jobs
 from softcell.app.jobs import JobTime, measure_job
 from softcell.app.pipeline._inspect import Inspection
 from softcell.app.pipeline._plain import (
-    LEAST_EPOCHS,
+    MIN_EPOCHS,
     REFERENCE,
     enough_epochs,
     epoch_seconds,
     plain_cell,
     plain_networks,
 )
-from softcell.app.pipeline._plan import LEAST_BATCH, SAFE, Candidate, Plan, RunRequest, RunTime, TooLittleTimeError
+from softcell.app.pipeline._plan import MIN_BATCH, SAFE, Candidate, Plan, RunRequest, RunTime, TooLittleTimeError
 from softcell.app.progress import Screen
 from softcell.arch import Genotype
 from softcell.engine import resolve_device
@@ -51,16 +51,16 @@ MEASURING_BOUNDS = (0.3, 6.0)
 """Minimum and maximum seconds for measuring one job."""
 MEASURING_CPU = 3.0
 """CPU seconds until training steps are first timed, including the start of the first steps."""
-MOST_WIDENED = 2
+MAX_WIDENED = 2
 """Cells with few multiply-adds become wider than the largest plain network, but at most by this factor."""
-MOST_TRIED, HURRIED = 3, 0.25
+MAX_TRIED, HURRIED = 3, 0.25
 """Maximum number of image sizes to measure, and the share of the time after which smaller ones are forecast instead."""
 CLOSE = 0.9
 """The shallowest network with at least this share of the most multiply-adds is chosen: its steps are faster."""
 SMALLER = 0.6
 """Maximum multiply-adds of the next smaller plain network, relative to the larger one."""
 NUM_SIZES = 3
-MOST_START, MOST_START_GPU = 1.0, 4.0
+MAX_START, MAX_START_GPU = 1.0, 4.0
 """Maximum seconds planned for the start of a training run, on a CPU and on a GPU, which captures its steps."""
 
 
@@ -95,7 +95,7 @@ def first_choice(inspection: Inspection, request: RunRequest, *, is_gpu: bool, i
     name = request.space or (LARGE_SPACE if is_gpu and request.time > 2 * HOUR else SMALL_SPACE)
     method = request.method or "snas"
     # A tenth of the images at most: an epoch has ten steps or more.
-    batch = max(LEAST_BATCH, min(96 if is_gpu else 64, inspection.num_train // 10))
+    batch = max(MIN_BATCH, min(96 if is_gpu else 64, inspection.num_train // 10))
     side = inspection.sides[1]
     shape, sizes = (inspection.channels, side, side), _sizes(name, request)
     made = Choice(name, method, None, shape, batch, *sizes, num_train=inspection.num_train)
@@ -239,7 +239,7 @@ def plain_sizes(
     """Up to `NUM_SIZES` plain networks, largest first; the others are for less time than expected.
 
     epochs_of: how many epochs of a network the final training has time for. The largest is the one with the most
-    multiply-adds for which these are enough (`enough_epochs`), or the smallest of all; with fewer than `LEAST_EPOCHS`
+    multiply-adds for which these are enough (`enough_epochs`), or the smallest of all; with fewer than `MIN_EPOCHS`
     there is none. Each of the others has about half the multiply-adds of the one before and is shallower, down to one
     cell per stage. Of networks with about equal multiply-adds the shallowest is taken (`CLOSE`).
     """
@@ -252,7 +252,7 @@ def plain_sizes(
         return sorted(close, key=lambda each: each[0]["cells_per_stage"])[:1]
 
     chosen = first([each for each in networks if has_enough(*each)]) or networks[-1:]
-    if epochs_of(chosen[0][1]) < LEAST_EPOCHS:
+    if epochs_of(chosen[0][1]) < MIN_EPOCHS:
         return ()
     while len(chosen) < NUM_SIZES:
         settings, cost = chosen[-1]
@@ -282,7 +282,7 @@ def expected_start(measured: JobTime, *, is_gpu: bool) -> float:
 
     The first one also reads the data, initialises the device, compiles kernels and chooses the number of threads.
     """
-    return min(measured.startup, MOST_START_GPU if is_gpu else MOST_START)
+    return min(measured.startup, MAX_START_GPU if is_gpu else MAX_START)
 
 
 class Chooser:
@@ -315,7 +315,7 @@ class Chooser:
             # On a busy machine each measurement takes a long time.
             is_hurried = plan.used() > HURRIED * self.request.time
             # Forecasts from two sizes may each point at the other, so no size is measured again.
-            if better in tried or len(tried) == MOST_TRIED or (is_hurried and better > side):
+            if better in tried or len(tried) == MAX_TRIED or (is_hurried and better > side):
                 break
             choice = resized(choice, better)
             if is_hurried:
@@ -327,7 +327,7 @@ class Chooser:
         def seconds(other: Cost) -> float:
             return epoch_seconds(measured.epoch, cost, other, is_gpu=is_gpu)
 
-        if LEAST_EPOCHS * seconds(networks[-1][1]) > final:  # if need be, the training gets all that is left
+        if MIN_EPOCHS * seconds(networks[-1][1]) > final:  # if need be, the training gets all that is left
             final = self.time.end - plan.used()
         plain = plain_sizes(networks, lambda other: final / seconds(other), inspection.num_train)
         if not plain:
@@ -336,7 +336,7 @@ class Chooser:
         epoch = seconds(Cost(largest.parameters, largest.multiply_adds))
         network = dict(choice.network)
         if "channels" in network:
-            network["channels"] = MOST_WIDENED * largest.settings["channels"]
+            network["channels"] = MAX_WIDENED * largest.settings["channels"]
         if "cells_per_stage" in network:
             network["cells_per_stage"] = largest.settings["cells_per_stage"]
         start = expected_start(measured, is_gpu=is_gpu)
@@ -345,11 +345,11 @@ class Chooser:
 
     def _too_short(self, least: JobTime, final: float) -> str:
         """Why the time is too short, and how much is needed."""
-        used, reserved, needed = self.plan.used(), self.time.reserved(), least.total(LEAST_EPOCHS)
+        used, reserved, needed = self.plan.used(), self.time.reserved(), least.total(MIN_EPOCHS)
         text = _at_least(1.1 * (used + reserved + needed) / SAFE)
         return (
             f"--time {self.request.time:.0f}s is too short: starting and measuring took {used:.0f} s, report and "
-            f"exports need about {reserved:.0f} s, and {LEAST_EPOCHS} epochs of the smallest plain network take "
+            f"exports need about {reserved:.0f} s, and {MIN_EPOCHS} epochs of the smallest plain network take "
             f"{needed:.1f} s here, but only {max(0.0, final):.1f} s are left; use at least --time {text}"
         )
 

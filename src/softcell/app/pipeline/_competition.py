@@ -23,7 +23,7 @@ from softcell.app.baseline import random_others
 from softcell.app.jobs import has_run
 from softcell.app.pipeline._choose import Choice, held_out_share, train_recipe
 from softcell.app.pipeline._inspect import Inspection
-from softcell.app.pipeline._plain import LEAST_EPOCHS, WIDTHS, in_words, meets
+from softcell.app.pipeline._plain import MIN_EPOCHS, WIDTHS, in_words, meets
 from softcell.app.pipeline._plan import Candidate, Kind, Plan, RunTime, TooLittleTimeError
 from softcell.app.pipeline._summary import Decision, Result, standard_error
 from softcell.app.progress import Screen
@@ -38,7 +38,7 @@ from softcell.text import count_of
 
 COMPETITION_SHARE = 0.2
 """Maximum share of the time for the competition if there is no search before it."""
-MOST_TRAIN_EPOCHS = 0
+MAX_TRAIN_EPOCHS = 0
 """Maximum epochs of a training run, in addition to its time limit; 0 for no limit."""
 FIRST_SHARE = 0.4
 """Share of the competition's time for its first round."""
@@ -46,11 +46,11 @@ KEPT = 3
 """One network in `KEPT` reaches the second round, but at least two."""
 ENTRY_EPOCHS = 5
 """Minimum epochs of the largest network in the first round; with less time, fewer networks enter."""
-SEED_EPOCHS, MOST_SEEDS = 20, 3
-"""The last round adds one seed for every `SEED_EPOCHS` epochs that fit into it, up to `MOST_SEEDS`."""
+SEED_EPOCHS, MAX_SEEDS = 20, 3
+"""The last round adds one seed for every `SEED_EPOCHS` epochs that fit into it, up to `MAX_SEEDS`."""
 LONGER = 5.0
 """A smaller plain network may win if the final training has fewer epochs than this multiple of those in the round."""
-MOST_STARTING = 0.5
+MAX_STARTING = 0.5
 """Maximum share of a round's time reserved for starting its training runs."""
 LARGEST = "plain-1"
 """The largest plain network."""
@@ -103,9 +103,9 @@ def round_time(
 
     def seconds(seeds: int) -> float:
         num_runs = len(entered) * seeds
-        return (room - min(num_runs * start, MOST_STARTING * room)) / (seeds * _lengths(entered))
+        return (room - min(num_runs * start, MAX_STARTING * room)) / (seeds * _lengths(entered))
 
-    fitting = [seeds for seeds in range(2, MOST_SEEDS + 1) if seconds(seeds) >= SEED_EPOCHS * epoch]
+    fitting = [seeds for seeds in range(2, MAX_SEEDS + 1) if seconds(seeds) >= SEED_EPOCHS * epoch]
     seeds = max(fitting, default=1) if is_last else 1
     return seconds(seeds), seeds
 
@@ -359,7 +359,7 @@ class Contest:
             choice,
             genotype,
             candidate.settings,
-            epochs=epochs if candidate.kind == "plain" and candidate.name != LARGEST else MOST_TRAIN_EPOCHS,
+            epochs=epochs if candidate.kind == "plain" and candidate.name != LARGEST else MAX_TRAIN_EPOCHS,
             expected=seconds / choice.epoch,
             time=seconds,
             holdout=self.plan.competition["held_out"],
@@ -397,24 +397,24 @@ class Contest:
         """The winner, or the plain network with most epochs if the machine has become too slow for the winner."""
         assert self.plan.competition is not None
         pace = self.paces(choice)
-        if seconds * pace[winner.name] >= LEAST_EPOCHS:
+        if seconds * pace[winner.name] >= MIN_EPOCHS:
             return winner
         fastest = max(choice.plain, key=lambda each: pace[each.name])
         epochs = seconds * pace[fastest.name]
-        if epochs < LEAST_EPOCHS:
+        if epochs < MIN_EPOCHS:
             raise TooLittleTimeError(
-                f"the machine has become too slow: {max(0.0, seconds):.0f} s are left for {LEAST_EPOCHS} epochs or "
+                f"the machine has become too slow: {max(0.0, seconds):.0f} s are left for {MIN_EPOCHS} epochs or "
                 f"more, but only {max(0.0, epochs):.1f} of the smallest network fit; start a new run with more --time"
             )
-        self.screen.print(f"{winner.name} replaced by {fastest.name}: fewer than {LEAST_EPOCHS} epochs would be left")
+        self.screen.print(f"{winner.name} replaced by {fastest.name}: fewer than {MIN_EPOCHS} epochs would be left")
         self.replace(winner, fastest)
         return fastest
 
     def smaller(self, choice: Choice, winner: Candidate, pace: float, seconds: float) -> Candidate | None:
-        """The largest plain network that has `LEAST_EPOCHS` in `seconds`, if `winner` has `pace` epochs per second."""
+        """The largest plain network that has `MIN_EPOCHS` in `seconds`, if `winner` has `pace` epochs per second."""
         for each in choice.plain:
             epochs = (seconds - choice.start) * pace * winner.length / each.length
-            if each.length < winner.length and epochs >= LEAST_EPOCHS:
+            if each.length < winner.length and epochs >= MIN_EPOCHS:
                 return each
         return None
 

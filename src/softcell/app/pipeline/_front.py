@@ -22,7 +22,7 @@ from typing import Any, Protocol
 from softcell.app.export.model import FRONT, PLAN
 from softcell.app.pipeline._choose import Choice, plain_sizes
 from softcell.app.pipeline._inspect import Inspection
-from softcell.app.pipeline._plain import LEAST_EPOCHS, epoch_seconds, plain_networks
+from softcell.app.pipeline._plain import MIN_EPOCHS, epoch_seconds, plain_networks
 from softcell.app.pipeline._plan import FINAL_SHARE, Load, Plan, RunRequest, TooLittleTimeError
 from softcell.app.pipeline._summary import Summary
 from softcell.app.progress import Screen
@@ -39,9 +39,9 @@ from softcell.spaces.costs import Cost
 from softcell.text import clock, count_of
 
 DRAWING = "front.svg"
-LEAST_SHARE = 0.5
+MIN_SHARE = 0.5
 """Every budget gets at least this much of an equal share of the time: start-up and shutdown are the same for all."""
-MOST_TRAINING = 0.85
+MAX_TRAINING = 0.85
 """Maximum share of a budget's time reserved for its final training: start-up and shutdown take the rest."""
 USED, PAGE = 0.99, 2.0
 """Share of the time that the budgets fill, and CPU seconds for drawing and report after the last of them."""
@@ -106,14 +106,14 @@ class Front:
 
 
 def time_shares(epochs: Sequence[float]) -> list[float]:
-    """Shares of the time for budgets whose epochs take these seconds: in proportion, but at least `LEAST_SHARE` / n.
+    """Shares of the time for budgets whose epochs take these seconds: in proportion, but at least `MIN_SHARE` / n.
 
     Example:
         >>> from softcell.app.pipeline._front import time_shares
         >>> time_shares([1.0, 1.0, 6.0])  # the first two get the minimum share, a sixth
         [0.16..., 0.16..., 0.66...]
     """
-    least = LEAST_SHARE / len(epochs)
+    least = MIN_SHARE / len(epochs)
     small: set[int] = set()
     while True:
         rest = 1.0 - least * len(small)
@@ -227,12 +227,12 @@ def _planned(plan: Plan, choice: Choice, inspection: Inspection) -> dict[str, An
     kept = [one for i, one in enumerate(budgets) if i == 0 or epochs[one] != epochs[budgets[i - 1]]]
     shares = dict(zip(kept, time_shares([epochs[one] for one in kept]), strict=True))
     for budget in kept:
-        least = LEAST_EPOCHS * seconds(networks[budget][-1][1]) + reserved
+        least = MIN_EPOCHS * seconds(networks[budget][-1][1]) + reserved
         if shares[budget] * room < least:
             needed = plan.used() + plan.search.get("expected", 0.0) + reserved + 1.2 * least / shares[budget]
             raise UserError(
                 f"--time {plan.request.time:.0f}s is too short for {count_of(len(kept), 'budget')}: {budget} gets "
-                f"{max(0.0, shares[budget] * room):.0f} s, but {LEAST_EPOCHS} epochs of its smallest network, report "
+                f"{max(0.0, shares[budget] * room):.0f} s, but {MIN_EPOCHS} epochs of its smallest network, report "
                 f"and exports need {least:.0f} s; use at least --time {math.ceil(needed / 60 / USED)}m, or fewer "
                 "budgets"
             )
@@ -247,7 +247,7 @@ def _training(plan: Plan, share: float, room: float) -> float:
     All final training runs together have `FINAL_SHARE` of the whole time, as that of a single budget has. The search
     comes out of the rest.
     """
-    return min(MOST_TRAINING, share * FINAL_SHARE * plan.request.time / max(room, 1e-6))
+    return min(MAX_TRAINING, share * FINAL_SHARE * plan.request.time / max(room, 1e-6))
 
 
 def _show_plan(plan: Plan, screen: Screen) -> None:

@@ -35,10 +35,10 @@ from softcell.text import count_of
 
 TRAIN, TEST, VALIDATION = ("train", "training"), ("test", "testing"), ("val", "valid", "validation", "dev")
 SKIPPED = {"__macosx", "@eadir", "thumbs.db", "desktop.ini"}  # left behind by operating systems
-LEAST_IMAGES = 2
+MIN_IMAGES = 2
 """Per class: one for training and one for testing."""
 RARE = 10
-LEAST_TRAINING = 6
+MIN_TRAINING = 6
 """Training images, so that the tenth that searches and training runs hold back is at least one image."""
 SHOWN = 5
 MODEL_FORMATS = (".onnx", ".pt2")
@@ -261,7 +261,7 @@ def _usable_classes(images: list[Image], notes: list[str]) -> tuple[list[Image],
     """Skips classes with too few images to train or test on, with a note."""
     has_test = any(image.part == "test" for image in images)
     counts = Counter(image.label for image in images if image.part == "train")
-    least = 1 if has_test else LEAST_IMAGES
+    least = 1 if has_test else MIN_IMAGES
     labels = {image.label for image in images}
     small = sorted(label for label in labels if counts[label] < least)
     if small:
@@ -272,7 +272,7 @@ def _usable_classes(images: list[Image], notes: list[str]) -> tuple[list[Image],
         few = ", ".join(f"{label} ({counts[label]})" for label in rare[:SHOWN]) + (", ..." if len(rare) > SHOWN else "")
         notes.append(f"fewer than {RARE} training images: {few}")
     if len(labels) - len(small) < 2:
-        in_all = LEAST_TRAINING if has_test else least_images(2)
+        in_all = MIN_TRAINING if has_test else least_images(2)
         raise UserError(
             f"at least 2 classes must have {count_of(least, 'readable image')} or more, but "
             f"{_large_classes(labels, small)}; a class is a folder of images, and all classes together need {in_all} "
@@ -340,8 +340,8 @@ def num_tested(images: int, classes: int) -> int:
 
 def least_images(classes: int) -> int:
     """The smallest number of images, if there is no test set."""
-    images = LEAST_TRAINING
-    while images - num_tested(images, classes) < LEAST_TRAINING:
+    images = MIN_TRAINING
+    while images - num_tested(images, classes) < MIN_TRAINING:
         images += 1
     return images
 
@@ -349,7 +349,7 @@ def least_images(classes: int) -> int:
 def check_num_images(inspection: Inspection) -> None:
     """Raises if a split would be empty; the error says how many images to add."""
     images, classes = inspection.num_train, len(inspection.train)
-    least, which = (LEAST_TRAINING, "training images") if inspection.test else (least_images(classes), "images")
+    least, which = (MIN_TRAINING, "training images") if inspection.test else (least_images(classes), "images")
     if images >= least:
         return
     why = "" if inspection.test else f"{num_tested(images, classes)} of them would be used for testing, and "

@@ -30,7 +30,7 @@ REFERENCE = 16
 """Channels of the plain network whose steps are measured, if the budget allows for it."""
 NARROWEST = 8
 """Channels of the smallest network that is chosen for lack of time; fewer save no time. A budget may require fewer."""
-LEAST_EPOCHS = 5
+MIN_EPOCHS = 5
 """Training for fewer epochs is not worth starting."""
 ENOUGH_EPOCHS, ENOUGH_IMAGES = 20, 500_000
 """Epochs, or images, that a network with one cell per stage needs in the final training (see `enough_epochs`)."""
@@ -121,7 +121,7 @@ def enough_epochs(depth: int, num_train: int) -> float:
     A large dataset needs fewer epochs, because it has more steps in each. Deeper networks learn more slowly and cost
     more per epoch, so they only pay off in long training runs: four times as many epochs for 2 cells, nine times for 3.
     """
-    return float(min(ENOUGH_EPOCHS, max(LEAST_EPOCHS, ENOUGH_IMAGES / num_train)) * depth**2)
+    return float(min(ENOUGH_EPOCHS, max(MIN_EPOCHS, ENOUGH_IMAGES / num_train)) * depth**2)
 
 
 def epoch_seconds(measured: float, reference: Cost, other: Cost, *, is_gpu: bool) -> float:

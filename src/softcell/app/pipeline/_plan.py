@@ -21,10 +21,10 @@ from softcell.errors import UserError
 from softcell.files import Fields, atomic_write_text, read_json
 from softcell.search import resolve
 from softcell.search.resource import quantity
-from softcell.settings import MOST_RANDOM, at_most, build, is_seed, not_negative, to_dict
+from softcell.settings import MAX_RANDOM, at_most, build, is_seed, not_negative, to_dict
 from softcell.text import clock, count_of
 
-LEAST_BATCH = 4
+MIN_BATCH = 4
 DEFAULT_PARAMETERS = 2e6
 _FLOAT = 4  # bytes of a number in a network
 
@@ -57,7 +57,7 @@ class RunRequest:
     def __post_init__(self) -> None:
         if not self.time > 0:
             raise UserError(f"`time > 0` must hold, but got {self.time}")
-        at_most("random", self.random, MOST_RANDOM)
+        at_most("random", self.random, MAX_RANDOM)
         if self.random < 2:
             raise UserError(f"`random >= 2` must hold (one architecture has no spread), but got random={self.random}")
         is_seed("seed", self.seed)
@@ -111,7 +111,7 @@ class RunRequest:
                 f"--image-size applies to folders of images, but --data {self.data} is not one and its images keep "
                 "their size; leave it out"
             )
-        check_memory(LEAST_BATCH, (3, self.image_size, self.image_size), _FLOAT)
+        check_memory(MIN_BATCH, (3, self.image_size, self.image_size), _FLOAT)
 
 
 def split_budgets(option: str, text: str) -> tuple[str, ...]:
@@ -323,7 +323,7 @@ def _make_folder(folder: Path) -> bool:
     return was_there
 
 
-MOST_SLOWNESS = 30.0
+MAX_SLOWDOWN = 30.0
 READ_EVERY, WINDOW = 0.2, 2.0
 """Seconds between two readings of the load, and CPU seconds over which it is measured: more time on a busy machine."""
 
@@ -357,7 +357,7 @@ class Load:
         if cpu - self._samples[-1][0] > WINDOW / 4:
             self._samples = [*self._samples[-3:], (cpu, waited)]
         ran, late = cpu - self._samples[0][0], waited - self._samples[0][1]
-        return min(MOST_SLOWNESS, max(1.0, 1.0 + late / max(ran, 1e-3)))
+        return min(MAX_SLOWDOWN, max(1.0, 1.0 + late / max(ran, 1e-3)))
 
     def _counters(self) -> tuple[float, float]:
         try:
@@ -379,7 +379,7 @@ NEEDED = 1.0
 """CPU seconds for latency, report, weights and Python files after training; a busy machine takes longer."""
 ONNX = 3.5
 """CPU seconds of the ONNX export, which is skipped if there is no time for it."""
-MOST_RESERVED = 0.1
+MAX_RESERVED = 0.1
 """Maximum share of the time reserved for both; but `NEEDED` is always reserved."""
 
 
@@ -417,7 +417,7 @@ class RunTime:
     def reserved(self) -> float:
         """Seconds for what follows the final training."""
         slow, whole = self.slowness, NEEDED + ONNX
-        most = max(whole, MOST_RESERVED * self.plan.request.time)
+        most = max(whole, MAX_RESERVED * self.plan.request.time)
         return max(NEEDED * slow, min(whole * slow, most)) + self.for_own
 
     def has_time_for_onnx(self) -> bool:

@@ -28,7 +28,7 @@ from softcell.app.jobs import (
 from softcell.app.pipeline._choose import Choice, Chooser, measuring_seconds, search_recipe, train_recipe
 from softcell.app.pipeline._competition import (
     COMPETITION_SHARE,
-    MOST_TRAIN_EPOCHS,
+    MAX_TRAIN_EPOCHS,
     Contest,
     StoppedError,
     least_competition,
@@ -43,7 +43,7 @@ from softcell.app.pipeline._inspect import (
     make_links,
     read_own,
 )
-from softcell.app.pipeline._plain import LEAST_EPOCHS
+from softcell.app.pipeline._plain import MIN_EPOCHS
 from softcell.app.pipeline._plan import LINKS, Candidate, Plan, RunTime
 from softcell.app.pipeline._summary import Summary, finish, summarise
 from softcell.app.progress import Screen
@@ -65,11 +65,11 @@ from softcell.text import clock, count_of
 
 SEARCH_PART = 0.45
 """Part of the time between measuring and the final training that the search gets; the competition gets the rest."""
-LEAST_SEARCH_EPOCHS = 3
+MIN_SEARCH_EPOCHS = 3
 """With time for fewer epochs there is no search."""
 OVERRUN = 1.1
 """A search is ended once it has taken this multiple of its expected time, so that training keeps its share."""
-MOST_SEARCH_EPOCHS = 150
+MAX_SEARCH_EPOCHS = 150
 """A limit besides the time."""
 MANY = 10_000
 """Epochs of a job that is measured: more than it will run."""
@@ -288,10 +288,10 @@ class _Run:
             measured = self._measure_search(choice)
         networks = num_networks(search_recipe(plan, choice, MANY))
         room = SEARCH_PART * (self.time.final_from - plan.used())
-        epochs = min(MOST_SEARCH_EPOCHS, measured.epochs_in(room) // networks)
-        if epochs < LEAST_SEARCH_EPOCHS:
-            least = measured.total(LEAST_SEARCH_EPOCHS * networks)
-            return {"length": f"{why} ({LEAST_SEARCH_EPOCHS} epochs take {least:.0f} s)"}
+        epochs = min(MAX_SEARCH_EPOCHS, measured.epochs_in(room) // networks)
+        if epochs < MIN_SEARCH_EPOCHS:
+            least = measured.total(MIN_SEARCH_EPOCHS * networks)
+            return {"length": f"{why} ({MIN_SEARCH_EPOCHS} epochs take {least:.0f} s)"}
         recipe, expected = search_recipe(plan, choice, epochs), measured.total(epochs * networks)
         length = f"{describe_length(recipe)}, {measured.epoch:.1f} s per epoch, about {clock(expected)}"
         return {"recipe": recipe.to_dict(), "expected": expected, "length": length}
@@ -351,7 +351,7 @@ class _Run:
                 choice,
                 Genotype.from_dict(winner.genotype),
                 winner.settings,
-                epochs=MOST_TRAIN_EPOCHS,
+                epochs=MAX_TRAIN_EPOCHS,
                 expected=(seconds - choice.start) * self.contest.paces(choice).get(winner.name, 0.0),
                 time=seconds,
                 is_tested=True,
@@ -379,7 +379,7 @@ class _Run:
         except _TooSlowError as slow:
             smaller, epochs = slow.smaller, slow.epochs
             self.screen.print(f"{winner.name} replaced by {smaller.name}: the machine is slower than measured, and")
-            self.screen.print(f"only {epochs:.1f} of at least {LEAST_EPOCHS} epochs would be possible")
+            self.screen.print(f"only {epochs:.1f} of at least {MIN_EPOCHS} epochs would be possible")
             self.contest.replace(winner, smaller)
             # Until the plan is saved, a resumed run trains the winner again, in a new folder.
             shutil.rmtree(folder)
@@ -405,10 +405,10 @@ class _Run:
             if first is None:
                 first = used, done
             passed, left = used - first[0], self.time.end - used
-            if done >= LEAST_EPOCHS or passed <= LOOKED_AT * (passed + left):
+            if done >= MIN_EPOCHS or passed <= LOOKED_AT * (passed + left):
                 return
             pace = (done - first[1]) / passed
-            if done + pace * left < LEAST_EPOCHS:
+            if done + pace * left < MIN_EPOCHS:
                 smaller = self.contest.smaller(choice, winner, pace, left)
                 if smaller is not None:
                     raise _TooSlowError(smaller, done + pace * left)

@@ -14,7 +14,7 @@ import torch
 
 from softcell.app.export import export
 from softcell.app.pipeline._inspect import Inspection, OwnModel
-from softcell.app.pipeline._plain import LEAST_EPOCHS
+from softcell.app.pipeline._plain import MIN_EPOCHS
 from softcell.app.pipeline._plan import Kind, Plan, RunTime
 from softcell.app.progress import Screen
 from softcell.app.report.page import REPORT, write_report
@@ -234,10 +234,10 @@ def verdict(summary: Summary) -> tuple[bool, list[str]]:
             f"Delivered against {summary.beside.file} ({own:.1%}), on the same {count_of(count, 'test image')}: "
             f"{_claim(delivered.accuracy - own, chance)}"
         )
-    if delivered.epochs < LEAST_EPOCHS:
+    if delivered.epochs < MIN_EPOCHS:
         lines.append(
             f"The delivered network was trained for {count_of(delivered.epochs, 'epoch')}, and fewer than "
-            f"{LEAST_EPOCHS} are too few to learn much: the machine became slower during the training. Run again with "
+            f"{MIN_EPOCHS} are too few to learn much: the machine became slower during the training. Run again with "
             "more --time, or when the machine is idle."
         )
     share = summary.most_frequent

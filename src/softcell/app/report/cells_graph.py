@@ -25,7 +25,7 @@ LINE_HEIGHT = 4.0  # of an edge where it has no label
 PORT = 10.0  # distance of two edges at a node
 GAP = 10.0  # vertical distance of two items
 CROSSING = 60.0  # an edge climbs up to this many pixels rather than cross another
-MOST_ITEMS = 80  # beyond this many nodes and edges, the search for a good order would take seconds
+MAX_ITEMS = 80  # beyond this many nodes and edges, the search for a good order would take seconds
 ROW_WIDTH = 1040.0  # wider drawings continue in a new row where they can
 
 
@@ -213,7 +213,7 @@ def order_items(graph: Graph, apart: Apart) -> list[int]:
         sides[item] = [start], [end]
         sides[start][1].append(item)
         sides[end][0].append(item)
-    large = total > MOST_ITEMS
+    large = total > MAX_ITEMS
     pieces = segments(graph)
     own = [[piece for piece in pieces if item in piece[1:]] for item in range(total)]
 

@@ -35,7 +35,7 @@ LOOKS: tuple[Family, ...] = ("conv", "dilated", "pool", "attention", "other", "s
 FILE_SIZE = (480.0, 240.0)  # the plot of an SVG file
 CARD_SIZE = (400.0, 236.0)  # the whole picture of a card
 DIGITS = 6.8  # advance of 11 px monospace digits
-MOST_POINTS = 400
+MAX_POINTS = 400
 MARKS = 6  # marks along a line
 LARGEST = 1e300  # an axis that spans more would overflow
 
@@ -80,7 +80,7 @@ def series(rows: Sequence[Mapping[str, object]], names: Mapping[str, str], first
                 epoch, value = _number(row.get("epoch", position)), _number(row[key])
                 x = (position if epoch is None else epoch) + first
                 points.append(None if value is None else (x, value))
-        step = max(1, -(-len(points) // MOST_POINTS))
+        step = max(1, -(-len(points) // MAX_POINTS))
         found.append(Series(name, points[::step] + ([points[-1]] if step > 1 and (len(points) - 1) % step else [])))
     return found
 

@@ -34,9 +34,9 @@ from softcell.errors import UserError
 SHADES = 10
 CELL_WIDTH, CELL_HEIGHT = 46.0, 24.0
 DIGITS = 6.8  # advance of 11 px monospace digits
-MOST_FRAMES = 120
-MOST_CLASSES = 24  # a matrix of more is unreadable; the largest confusions are listed instead
-MOST_PAIRS = 12
+MAX_FRAMES = 120
+MAX_CLASSES = 24  # a matrix of more is unreadable; the largest confusions are listed instead
+MAX_PAIRS = 12
 
 # From the page's own tone to a deep one: the order survives without colour.
 LIGHT_RAMP = ((236, 242, 249), (8, 69, 130))
@@ -164,7 +164,7 @@ def weights(run: Run) -> Html | None:
     rows = [row for row in rows if number(row.get("epoch")) is not None]
     if not rows:
         return None
-    frames = [rows[i] for i in evenly(len(rows), MOST_FRAMES)]
+    frames = [rows[i] for i in evenly(len(rows), MAX_FRAMES)]
     epochs = [int(float(row["epoch"])) + 1 for row in frames]
     known = table_names(run)
     tables = [_table(name, names, frames) for name, names in known.items()]
@@ -328,8 +328,8 @@ def confusion(run: Run) -> Html | None:
     counts = torch.bincount(labels * size + predicted, minlength=size * size).view(size, size)
     total = counts.sum(1)
     pairs = _pairs(counts, names)
-    if size > MOST_CLASSES:
-        worst = torch.argsort(counts.diagonal() / total.clamp_min(1), stable=True)[:MOST_PAIRS].tolist()
+    if size > MAX_CLASSES:
+        worst = torch.argsort(counts.diagonal() / total.clamp_min(1), stable=True)[:MAX_PAIRS].tolist()
         hardest = [(names[i], percent(float(counts[i, i] / total[i])), str(int(total[i]))) for i in worst if total[i]]
         classes = table(("class", "correct", "images"), hardest, numeric=(1, 2))
         return el(
@@ -367,7 +367,7 @@ def _pairs(counts: Tensor, names: list[str]) -> Html:
     wrong = counts.clone()
     wrong.fill_diagonal_(0)
     # Stable: a page has the same bytes for the same run.
-    order = torch.argsort(wrong.flatten(), descending=True, stable=True)[:MOST_PAIRS].tolist()
+    order = torch.argsort(wrong.flatten(), descending=True, stable=True)[:MAX_PAIRS].tolist()
     rows = [divmod(k, len(names)) for k in order if int(wrong.flatten()[k])]
     if not rows:
         return el("p", "No mistakes.", class_="quiet")

@@ -42,7 +42,7 @@ from softcell.files import atomic_write_text
 
 REPORT = "report.html"
 LOOPBACK = "127.0.0.1"
-MOST_RUNS = 24
+MAX_RUNS = 24
 """Maximum number of runs on a live page."""
 _FILES = (MANIFEST, "metrics.jsonl", "architecture.jsonl", "genotype.json", "predictions.safetensors")
 
@@ -214,9 +214,9 @@ class LivePage:
                 shown.append(folder)
             except UserError as error:
                 notes.append(f"{folder.name} cannot be read yet: {error}")
-        if len(shown) > MOST_RUNS:
-            notes.append(f"the latest {MOST_RUNS} of {len(shown)} runs are shown; name folders to choose others")
-        runs, beside = gather(shown[:MOST_RUNS], self._read)
+        if len(shown) > MAX_RUNS:
+            notes.append(f"the latest {MAX_RUNS} of {len(shown)} runs are shown; name folders to choose others")
+        runs, beside = gather(shown[:MAX_RUNS], self._read)
         try:
             outcome = read_outcome(folders)
             front = read_front(folders) if outcome is None else None

@@ -21,7 +21,7 @@ from softcell.arch import Genotype, Rule, Table
 from softcell.engine.runfolder import MANIFEST, RunFolder, mismatch
 from softcell.errors import UserError
 from softcell.evaluate.predictions import PREDICTIONS, read_predictions
-from softcell.files import MOST_BYTES_OF_LINES, parse_json, read_text
+from softcell.files import MAX_BYTES_OF_LINES, parse_json, read_text
 from softcell.search.genotypes import was_read
 from softcell.search.run import FIRST
 from softcell.spaces import build_space
@@ -319,7 +319,7 @@ def is_table(value: object) -> bool:
 def read_lines(folder: Path, name: str, problems: list[str]) -> list[dict[str, Any]]:
     """The JSON objects of a `.jsonl` file; other lines are skipped."""
     try:
-        text = read_text(folder / name, most_bytes=MOST_BYTES_OF_LINES, errors="replace")
+        text = read_text(folder / name, most_bytes=MAX_BYTES_OF_LINES, errors="replace")
     except FileNotFoundError:
         return []
     except UserError as error:

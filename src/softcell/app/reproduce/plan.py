@@ -40,7 +40,7 @@ SMALL_TRAINING: dict[str, Any] = {
 }
 SMALL_CLASSIFIER: dict[str, Any] = {"data": "digits", "recipe": "small", "epochs": 1, "batch_size": 128, "lr_every": 1}
 CIFAR_SHAPE, CIFAR_CLASSES = (3, 32, 32), 10
-MOST_DRAWS = 1000
+MAX_DRAWS = 1000
 
 
 @dataclass(frozen=True)
@@ -238,7 +238,7 @@ def random_cell(space: str, number: int, limit: int | None, form: Mapping[str, A
     Parameters are counted at the size of networks for CIFAR-10. form: settings of the space.
     """
     layout, have = build_space(space, form).layout(), 0
-    for seed in range(1, MOST_DRAWS + 1):
+    for seed in range(1, MAX_DRAWS + 1):
         found = sample(layout, seed)
         if empty_cells(found, layout):
             continue
@@ -247,7 +247,7 @@ def random_cell(space: str, number: int, limit: int | None, form: Mapping[str, A
             if have == number:
                 return found
     within = "" if limit is None else f" with {limit:,} parameters or less"
-    raise UserError(f"{MOST_DRAWS} random architectures of {space!r} have no {number} that can be trained{within}")
+    raise UserError(f"{MAX_DRAWS} random architectures of {space!r} have no {number} that can be trained{within}")
 
 
 @cache

@@ -28,7 +28,7 @@ from softcell.files import atomic_write_text
 from softcell.methods import METHODS
 from softcell.recipes import search_recipe, train_recipe
 from softcell.registry import load_plugins
-from softcell.settings import MOST_RANDOM, MOST_SEEDS, at_most, build, layered, merge
+from softcell.settings import MAX_RANDOM, MAX_SEEDS, at_most, build, layered, merge
 from softcell.spaces import SPACES, build_space
 from softcell.trust import Kind
 
@@ -65,9 +65,9 @@ class Plan:
     cluster: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if isinstance(self.seeds, int) and self.seeds > MOST_SEEDS:
+        if isinstance(self.seeds, int) and self.seeds > MAX_SEEDS:
             raise UserError(
-                f"sweep: a number of `seeds` must be at most {MOST_SEEDS:,}, but got {self.seeds}; write "
+                f"sweep: a number of `seeds` must be at most {MAX_SEEDS:,}, but got {self.seeds}; write "
                 f"[{self.seeds}] to use that as a seed"
             )
         for name, values in (("methods", self.methods), ("spaces", self.spaces), ("seeds", self.all_seeds)):
@@ -76,7 +76,7 @@ class Plan:
             double = next((value for value in values if list(values).count(value) > 1), None)
             if double is not None:
                 raise UserError(f"sweep: duplicate entry {double!r} in `{name}`; remove one")
-        at_most("random", self.random, MOST_RANDOM)
+        at_most("random", self.random, MAX_RANDOM)
         if self.random < 0:
             raise UserError("sweep: `random` must not be negative")
         if self.random and self.train is False:
