@@ -8,7 +8,7 @@ schedule runs on any tensors of these sizes, and its kernels can be compiled bef
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -131,6 +131,16 @@ class Schedule:
         def step(tensors: Tensors) -> None:
             for name in names:
                 del tensors[name]
+
+        self._steps.append(step)
+
+    def copy(self, jobs: Iterable[tuple[Name, Name, int, int]]) -> None:
+        """Copy tensors, each of the length that a job ends with, to places in others: (of, to, start, length)."""
+        jobs = list(jobs)
+
+        def step(tensors: Tensors) -> None:
+            places = [tensors[to][start : start + length] for _, to, start, length in jobs]
+            torch._foreach_copy_(places, [tensors[of].view(-1) for of, *_ in jobs])
 
         self._steps.append(step)
 
