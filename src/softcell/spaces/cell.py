@@ -35,6 +35,7 @@ from softcell.spaces._executors import (
     run_fused_cell,
 )
 from softcell.spaces._fused_plan import Entry, FusedCell, Unfit, remembered_form
+from softcell.spaces._segment_plan import SegmentedCell, is_known, plan_segments
 from softcell.spaces.block import Block, calibrates
 from softcell.spaces.edges import (
     Bottleneck,
@@ -226,7 +227,7 @@ class PickedCell(nn.Module):
         self._drop_path = [drop_path]  # in a list: the network owns it, and it must not appear once per cell
         self._nodes = max((*cell.targets, *cell.output), default=inputs - 1) + 1
         self.spec = spec_of(0)
-        self._known: dict[bool, DerivedCell | None] = {}
+        self._known: dict[bool, DerivedCell | SegmentedCell | None] = {}
         self._known_affine: dict[bool, AffineCell | None] = {}
         sources = sorted({pick.source for pick in cell.picks})
         inner = range(inputs, self._nodes)
@@ -276,14 +277,20 @@ class PickedCell(nn.Module):
         rests = [self.partial.bypass(values[source], self._stride_of[source]) for source in sources]
         return sum_of(rests) if rests else None
 
-    def fused(self, preprocess: Sequence[nn.Module], channels: int, stride: int) -> DerivedCell | None:
-        """This cell and the modules that preprocess its inputs as one operation; None where they run one by one."""
+    def fused(self, preprocess: Sequence[nn.Module], channels: int, stride: int) -> DerivedCell | SegmentedCell | None:
+        """This cell and the modules that preprocess its inputs as one operation, or as some with modules between them.
+
+        None where it runs module by module.
+        """
         # One entry: the picks never change, and `remembered_form` also keeps that there is no fused form.
         return remembered_form(self._known, True, lambda: self._plan(preprocess, channels, stride))
 
-    def _plan(self, preprocess: Sequence[nn.Module], channels: int, stride: int) -> DerivedCell:
-        picks = [DerivedPick(*pick) for pick in self._fusable()]
-        return plan_derived(preprocess, picks, self._nodes - self.inputs, channels, stride, self._drop_path[0])
+    def _plan(self, preprocess: Sequence[nn.Module], channels: int, stride: int) -> DerivedCell | SegmentedCell:
+        picks, nodes, drop_path = self._fusable(), self._nodes - self.inputs, self._drop_path[0]
+        if not self._residual and all(is_known(module) for *_, module in picks):
+            own = [DerivedPick(*pick) for pick in picks]
+            return plan_derived(preprocess, own, nodes, channels, stride, drop_path)
+        return plan_segments(preprocess, picks, nodes, channels, stride, drop_path, self._residual)
 
     def fused_affine(self) -> AffineCell | None:
         """This cell of ReLU-convolution-norm picks as one operation; None where its modules run one by one."""
@@ -291,12 +298,14 @@ class PickedCell(nn.Module):
 
     def _plan_affine(self) -> AffineCell:
         spec, drop_path = self.spec, self._drop_path[0]
+        if self._residual:
+            raise Unfit("there is a residual between the nodes")
         return plan_affine(self._fusable(), self.inputs, self._nodes, spec.channels, spec.stride, drop_path)
 
     def _fusable(self) -> list[tuple[int, int, nn.Module]]:
-        """Source, target and module of every pick but zeros; raises `Unfit` where nodes are not sums of picks alone."""
-        if self.bottleneck is not None or self.partial is not None or self._residual:
-            raise Unfit("there is a bottleneck, a bypass or a residual between the nodes")
+        """Source, target and module of every pick but zeros; raises `Unfit` where nodes have other inputs, too."""
+        if self.bottleneck is not None or self.partial is not None:
+            raise Unfit("there is a bottleneck or a bypass between the nodes")
         modules = ((pick, self.edges.module(index)) for index, pick in enumerate(self.cell.picks))
         return [(pick.source, pick.target, module) for pick, module in modules if module is not None]
 

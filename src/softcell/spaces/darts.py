@@ -27,6 +27,7 @@ from softcell.nn.candidates import Spec, get_candidate
 from softcell.nn.conv import AuxiliaryHead, FactorisedReduction, ReLUConvBN, dense_gradient
 from softcell.nn.norm import BatchNorm2d
 from softcell.spaces._derived_plan import DerivedCell, DerivedPass
+from softcell.spaces._segment_plan import SegmentedCell
 from softcell.spaces.base import Network, Shape, Space, Supernet, global_pool, register_space
 from softcell.spaces.cell import MixedCell, PickedCell
 from softcell.spaces.edges import SpecOf, check_ratios
@@ -345,13 +346,13 @@ class DartsNetwork(Network):
             older, newer = newer, (batch, plan.width * len(self._outputs[plan.table]), *size)
         return found
 
-    def _fused(self, number: int) -> DerivedCell | None:
+    def _fused(self, number: int) -> DerivedCell | SegmentedCell | None:
         plan, pre, cell = self.plans[number], self.pre[number], self.cells[number]
         assert isinstance(pre, Preprocess) and isinstance(cell, PickedCell)
         return cell.fused((pre.older, pre.newer), plan.width, 2 if plan.reduces else 1)
 
     def _run_cell(
-        self, number: int, fused: DerivedCell | None, shared: DerivedPass, older: Tensor, newer: Tensor
+        self, number: int, fused: DerivedCell | SegmentedCell | None, shared: DerivedPass, older: Tensor, newer: Tensor
     ) -> Tensor:
         """The concatenated output of one cell, [n, c, h, w]."""
         plan = self.plans[number]
@@ -359,6 +360,8 @@ class DartsNetwork(Network):
         if fused is None:
             nodes = self.cells[number](self.pre[number](older, newer))
             return torch.cat([dense_gradient(nodes[n]) for n in outputs], dim=1)
+        if isinstance(fused, SegmentedCell):
+            return torch.cat(fused.run(shared, (older, newer), outputs), dim=1)
         out = shared.run(fused, (older, newer))
         # The program concatenates all inner nodes. A genotype may name fewer of them, or another order.
         if outputs == tuple(range(INPUTS, INPUTS + fused.program.nodes)):
