@@ -146,6 +146,7 @@ class _Run:
     def __init__(self, cell: SegmentedCell, shared: DerivedPass, states: Sequence[Tensor]) -> None:
         self._cell, self._shared = cell, shared
         self._factors = shared.factors_of(cell)
+        self._short: dict[torch.dtype, Tensor] = {}
         self._states = states
         self._known: dict[Key, Tensor] = {}
         for i, module in enumerate(cell.preprocess):
@@ -198,7 +199,11 @@ class _Run:
         return output if one.kept == 1 else output / one.kept
 
     def _dropped(self, x: Tensor, row: int) -> Tensor:
-        return x if row == NONE else scaled(x, self._factors, row)
+        if row == NONE or self._factors is None:
+            return x
+        if x.dtype not in self._short:  # converted once, not once for each row
+            self._short[x.dtype] = self._factors.to(x.dtype)
+        return scaled(x, self._short[x.dtype], row)
 
 
 def plan_segments(
