@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from softcell.arch import Cell, Live, Mix, Pick, Table, WeightMix
 from softcell.arch.genotype import check_forward
 from softcell.errors import UserError
+from softcell.kernels.norm import scaled
 from softcell.nn.calibrate import Calibration
 from softcell.nn.candidates import Spec
 from softcell.nn.norm import recomputed
@@ -235,8 +236,26 @@ class PickedCell(nn.Module):
         self.partial = None if partial == 1 else PartialChannels(partial, wide=wide, narrow=self.spec)
         self._stride_of = {node: spec_of(node).stride for node in sources}
 
-    def forward(self, states: Sequence[Tensor]) -> list[Tensor]:
-        """Values of the input nodes to those of all nodes, each [n, c, h, w]."""
+    @property
+    def drop_path(self) -> DropPath:
+        return self._drop_path[0]
+
+    def num_dropped(self) -> int:
+        """The number of outputs that drop-path drops in a pass that runs module by module."""
+        modules = ((pick, self.edges.module(index)) for index, pick in enumerate(self.cell.picks))
+        return sum(module is not None and self._drops(pick.target, module) for pick, module in modules)
+
+    def _drops(self, node: int, module: nn.Module) -> bool:
+        # An identity stays (DARTS), and a residual node has nothing but its features.
+        is_kept = isinstance(module, nn.Identity) or node in self._residual
+        return isinstance(module, Calibration) or not is_kept
+
+    def forward(self, states: Sequence[Tensor], factors: Tensor | None = None) -> list[Tensor]:
+        """Values of the input nodes to those of all nodes, each [n, c, h, w].
+
+        factors [num_dropped, n]: of drop-path, drawn before; None: each is drawn when it is needed.
+        """
+        rows = iter(range(0 if factors is None else len(factors)))
         values = list(states)
         executors = [NodeExecutor(x, node, self.partial or self.bottleneck) for node, x in enumerate(values)]
         for node in range(self.inputs, self._nodes):
@@ -247,15 +266,14 @@ class PickedCell(nn.Module):
                 if module is None:
                     continue
                 output = executors[pick.source](module)
+                if self._drops(node, module):
+                    output = self._drop_path[0](output) if factors is None else scaled(output, factors, next(rows))
                 if isinstance(module, Calibration):
-                    output = self._drop_path[0](output)
                     kept = self._kept[pick.source, pick.target]
                     output = output if kept == 1 else output / kept  # as in `Block`
                     made = output + calibrations[pick.op][1] if pick.op in calibrations else output
                     calibrations[pick.op] = module, made
                     continue
-                if not isinstance(module, nn.Identity) and node not in self._residual:  # DARTS: identity stays
-                    output = self._drop_path[0](output)
                 total = output if total is None else total + output
             if total is None and node in self._residual:
                 total = executors[self._residual[node]].value()
@@ -372,7 +390,8 @@ class PickedChain(PickedCell):
         super().__init__(cell, 1, spec_of, drop_path)
         self._keeps = tuple(_keeps_shape(spec_of(layer)) for layer in range(len(self.layers)))
 
-    def forward(self, states: Sequence[Tensor]) -> list[Tensor]:
+    def forward(self, states: Sequence[Tensor], factors: Tensor | None = None) -> list[Tensor]:
+        assert factors is None, "chains draw their own"
         values = list(states)
         for picks, keeps in zip(self.layers, self._keeps, strict=True):
             x, y = values[-1], None
