@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from softcell.arch import sample
 from softcell.kernels.backend import triton_kernels
 from softcell.nn.calibrate import Calibration
-from softcell.nn.conv import SeparableConv
+from softcell.nn.conv import DilatedConv, SeparableConv
 from softcell.nn.stochastic import DropPath, fixed_noise
 from softcell.spaces import Network, build_space, execution
 from softcell.spaces._derived_plan import DerivedCell
@@ -185,11 +185,14 @@ def test_a_cell_with_frozen_norms_runs_module_by_module(monkeypatch: pytest.Monk
     """A program measures all norms or none, so a frozen one sends its whole cell to the modules, while it is frozen."""
     twins(monkeypatch)
     cell = Segmented("a pair at each tier", 4).train()
-    norm = next(m for m in cell.cell.modules() if isinstance(m, SeparableConv))[3].eval()
     before = (cell.pre.older, cell.pre.newer)
-    assert cell.cell.fused(before, 4, 1) is None
-    norm.train()
-    assert cell.cell.fused(before, 4, 1) is cell.form()
+    convolutions = [m for m in cell.cell.modules() if isinstance(m, SeparableConv | DilatedConv)]
+    assert len(convolutions) == 4, "in all programs"
+    for norm in (module[3] for module in convolutions):
+        norm.eval()
+        assert cell.cell.fused(before, 4, 1) is None
+        norm.train()
+        assert cell.cell.fused(before, 4, 1) is cell.form()
 
 
 def test_a_copied_cell_reads_its_own_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
