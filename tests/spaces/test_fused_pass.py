@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from softcell.arch import sample
 from softcell.nn.stochastic import DropPath
 from softcell.spaces import Network, PickedCell, build_space, execution
 from softcell.spaces._affine_plan import AffineCell
 from softcell.spaces.execution import fused_networks, is_modules_only, modules_only
+from tests.helpers.segmented_cells import twins
 
 SPACES = ["nb1shot1-1", "nb1shot1-2", "nb1shot1-3", "nb201"]
 
@@ -100,3 +103,31 @@ def test_nothing_is_drawn_where_nothing_is_dropped(space: str, monkeypatch: pyte
         network.eval()(images)
         network.use_drop_path(0.0)
         network.train()(images)
+
+
+class Counts(TorchDispatchMode):
+    """Counts additions to a single counter of batches."""
+
+    num_alone = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.num_alone += func is torch.ops.aten.add_.Tensor and args[0].dtype == torch.int64
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("space", ["nb1shot1-1", "nos"])
+def test_batches_are_counted_for_all_norms_at_once(space: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    twins(monkeypatch)
+    monkeypatch.setattr(execution, "kernels_serve", lambda x: not is_modules_only())
+    if space == "nos":
+        built = build_space(space, {"cells": 3, "channels": 3})
+        network = built.network(sample(built.layout(), 4), (3, 9, 8), 5).double().train()
+    else:
+        network = network_of(space)
+    images = torch.randn(4, 3, 9, 8).double()
+    with Counts() as modules, modules_only():
+        network(images)
+    with Counts() as fused, fused_networks():
+        network(images)
+    outside = 1 if space == "nos" else 0  # the stem comes before the cells
+    assert modules.num_alone > 10 and fused.num_alone == outside
