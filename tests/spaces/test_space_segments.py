@@ -17,7 +17,7 @@ from softcell.kernels.backend import triton_kernels
 from softcell.nn.calibrate import Calibration
 from softcell.nn.conv import DilatedConv, SeparableConv
 from softcell.nn.stochastic import DropPath, fixed_noise
-from softcell.spaces import Network, build_space, execution
+from softcell.spaces import Network, _derived_plan, build_space, execution
 from softcell.spaces._derived_plan import DerivedCell
 from softcell.spaces._fused_plan import Unfit
 from softcell.spaces._segment_plan import SegmentedCell, plan_segments
@@ -168,6 +168,25 @@ def test_factors_are_drawn_once_for_all_cells(monkeypatch: pytest.MonkeyPatch) -
         network.eval()(torch.randn(4, 3, 16, 15).double())
     forms = [network._fused(i) for i in range(3)]
     assert drawn == [sum(form.paths for form in forms if form is not None)]
+
+
+def test_running_statistics_are_collected_once_for_all_cells(monkeypatch: pytest.MonkeyPatch) -> None:
+    twins(monkeypatch)
+    monkeypatch.setattr(execution, "kernels_serve", lambda x: not is_modules_only())
+    network = network_of("nos", 1)
+    collected: list[int] = []
+    original = _derived_plan.running_of
+
+    def noted(cells: list[DerivedCell]) -> dict[int, Tensor]:
+        collected.append(len(cells))
+        return original(cells)
+
+    monkeypatch.setattr(_derived_plan, "running_of", noted)
+    with fused_networks():
+        network.eval()(torch.randn(4, 3, 16, 15).double())
+        network.train()(torch.randn(4, 3, 16, 15).double())
+    forms = [form for i in range(3) if (form := network._fused(i)) is not None]
+    assert collected == [sum(bool(program.norms) for form in forms for program in form.programs), 0]
 
 
 def test_calibrations_of_a_node_run_together(monkeypatch: pytest.MonkeyPatch) -> None:

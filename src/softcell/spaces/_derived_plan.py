@@ -5,6 +5,7 @@ Nothing is owned here: weights and running statistics stay in the modules, under
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -29,10 +30,10 @@ from softcell.kernels.derived import (
 from softcell.kernels.schedule import Schedule
 from softcell.kernels.shared import shares_norms
 from softcell.nn.conv import DilatedConv, FactorisedReduction, ReLUConvBN, SeparableConv
-from softcell.nn.norm import update_running
+from softcell.nn.norm import required, update_running
 from softcell.nn.stack import flat
 from softcell.nn.stochastic import DropPath
-from softcell.spaces._fused_plan import Unfit, pool_of, running_by_plane
+from softcell.spaces._fused_plan import Unfit, pool_of
 from softcell.spaces.execution import compute_type
 
 
@@ -54,6 +55,10 @@ class DerivedCell:
     owners: tuple[tuple[nn.Module, str], ...]  # of the parameters, in the order the program knows them by
     norms: tuple[tuple[int, nn.BatchNorm2d], ...]
     drop_path: DropPath
+
+    @property
+    def programs(self) -> list[DerivedCell]:
+        return [self]
 
     @property
     def paths(self) -> int:
@@ -96,9 +101,11 @@ class DerivedCell:
         return [*found, kernels.backward_schedule(program, form, device)] if training else found
 
 
-class Drops(Protocol):
-    """A fused cell with `paths` that drop-path drops in training."""
+class Fused(Protocol):
+    """A fused cell of one or more programs, with `paths` that drop-path drops in training."""
 
+    @property
+    def programs(self) -> list[DerivedCell]: ...
     @property
     def paths(self) -> int: ...
     @property
@@ -110,20 +117,23 @@ class Drops(Protocol):
 class DerivedPass:
     """One pass through fused cells. What is small happens once for all of them, since each launch takes microseconds.
 
-    Drop-path's factors are drawn at the beginning, running statistics are updated by `finish`.
+    Drop-path's factors are drawn at the beginning, running statistics are updated by `finish`; where norms use them,
+    they are collected at the beginning.
     """
 
-    def __init__(self, cells: Sequence[Drops], x: Tensor) -> None:
+    def __init__(self, cells: Sequence[Fused], x: Tensor) -> None:
         """x: any tensor of the batch, [n, ...]."""
         self._factors: dict[int, Tensor] = {}
         self._measured: list[tuple[DerivedCell, Tensor]] = []
+        programs = [program for cell in cells for program in cell.programs]
+        self._running = running_of([one for one in programs if one.norms and not one.training])
         dropping = [cell for cell in cells if cell.training and cell.paths]
         if dropping and dropping[0].drop_path.probability > 0.0:
             counts = [cell.paths for cell in dropping]
             drawn = torch.split(dropping[0].drop_path.factors(x, sum(counts)), counts)
             self._factors = {id(cell): factors for cell, factors in zip(dropping, drawn, strict=True)}
 
-    def factors_of(self, cell: Drops) -> Tensor | None:
+    def factors_of(self, cell: Fused) -> Tensor | None:
         """Drop-path's factors [paths, n] of a cell; None: nothing is dropped."""
         return self._factors.get(id(cell))
 
@@ -153,10 +163,7 @@ class DerivedPass:
         """Flat parameters [size], running statistics [2, planes, c] where they are used, whether ranks share norms."""
         if not cell.owners:
             return x.new_empty(0, dtype=torch.promote_types(dtype, torch.float32)), None, False
-        training, program = cell.training, cell.program
-        known = not training and bool(cell.norms)
-        running = running_by_plane(cell.norms, program.planes, program.channels) if known else None
-        return cell.flat_parameters(), running, training and shares_norms()
+        return cell.flat_parameters(), self._running.get(id(cell)), cell.training and shares_norms()
 
     def _note(self, cell: DerivedCell, moments: Tensor, too_few: bool, shape: torch.Size) -> None:
         if cell.training and cell.norms:
@@ -176,6 +183,23 @@ class DerivedPass:
                 variances.append(variance[plane])
         for group in found.values():
             update_running(*group)
+
+
+def running_of(cells: Sequence[DerivedCell]) -> dict[int, Tensor]:
+    """By the id of each cell [2, planes, c]: running mean and variance by plane, from one concatenation for all.
+
+    The rows of planes without a norm are not read; they get those of another.
+    """
+    rows: list[Tensor] = []
+    for cell in cells:
+        norms, (_, other) = dict(cell.norms), cell.norms[0]
+        own = [norms.get(plane, other) for plane in range(cell.program.planes)]
+        rows += [*(required(norm.running_mean) for norm in own), *(required(norm.running_var) for norm in own)]
+    if not rows:
+        return {}
+    sizes = [(2, cell.program.planes, cell.program.channels) for cell in cells]
+    parts = torch.split(torch.cat(rows), [math.prod(size) for size in sizes])
+    return {id(cell): part.view(size) for cell, part, size in zip(cells, parts, sizes, strict=True)}
 
 
 def plan_derived(
