@@ -192,6 +192,22 @@ def nan_memory() -> Iterator[None]:
 class TestKernels:
     pytestmark = MARKS
 
+    def test_inputs_that_are_nodes_are_kept_in_the_buffer_only(self) -> None:
+        """And read from any layout: nodes of another part have gaps between pixels."""
+        cell = Modules(PARTS["every kind"], 5).to(DEVICE)
+        fused, states = cell.plan(), [x.float().to(DEVICE) for x in inputs_of(cell.part, 5, 3, (7, 6))]
+        wide = torch.cat(states, 1).to(memory_format=torch.channels_last)
+        found = []
+        for given in (states, list(torch.split(wide, 5, 1))):
+            own = [x.requires_grad_() if x.is_leaf else x for x in given]
+            nodes, _ = derived_nodes(fused.program, torch.float32, fused.flat_parameters(), None, None, *own)
+            kept = [x for x in nodes[0].grad_fn.saved_tensors if x is not None]  # type: ignore[union-attr]
+            assert not {x.untyped_storage().data_ptr() for x in own} & {x.untyped_storage().data_ptr() for x in kept}
+            assert sum(x.dim() == 4 for x in kept) == 0
+            found.append(nodes)
+        for a, b in zip(*found, strict=True):
+            assert torch.equal(a, b)
+
     @pytest.mark.parametrize("skips", [None, 0])
     @pytest.mark.parametrize("training", [True, False])
     @pytest.mark.parametrize("name", list(PARTS))

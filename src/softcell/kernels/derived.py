@@ -354,15 +354,19 @@ class _DerivedCell(torch.autograd.Function):
         factors: Tensor | None,
         *states: Tensor,
     ) -> tuple[Tensor, ...]:
-        inputs = [_rows_last(state, dtype) for state in states]
+        # What is not preprocessed is copied into the buffer, from any layout.
+        is_raw = program.is_raw
+        inputs = [state.permute(0, 2, 3, 1) if is_raw else _rows_last(state, dtype) for state in states]
         shapes, known, drops = [x.shape for x in inputs], running is not None, factors is not None
         form = Form.of(dtype, shapes, parameters.numel(), known=known, drops=drops, shared=shared)
-        tensors = _named(parameters, running, factors, inputs)
+        tensors = _named(parameters, running, factors, [] if is_raw else inputs)
+        tensors |= {f"input{i}": x for i, x in enumerate(inputs) if is_raw}
         triton_kernels("derived").forward_schedule(program, form, parameters.device).run(tensors)
         ctx.program, ctx.form, ctx.apart = program, form, apart
         ctx.kept = [name for name in _KEPT if name in tensors]
         kept = [tensors[name] for name in ctx.kept]
-        ctx.save_for_backward(parameters, running, factors, *inputs, *kept)
+        ctx.shapes = shapes
+        ctx.save_for_backward(parameters, running, factors, *([] if is_raw else inputs), *kept)
         ctx.set_materialize_grads(False)
         # The state begins with mean, 1/√(variance + eps) and variance (`Forward.begin`).
         moments = tensors["state"].view(-1, program.planes, program.channels)[:3]
@@ -377,10 +381,11 @@ class _DerivedCell(torch.autograd.Function):
     def backward(ctx: Any, *arrived: Tensor | None) -> tuple[Tensor | None, ...]:
         program: Derived = ctx.program
         parameters, running, factors, *kept = ctx.saved_tensors
-        inputs, kept = kept[: program.inputs], kept[program.inputs :]
+        inputs = [] if program.is_raw else kept[: program.inputs]
+        kept = kept[len(inputs) :]
         gradients = arrived[:-1]  # the last is of the statistics
         if all(gradient is None for gradient in gradients):
-            return (None,) * (7 + len(inputs))
+            return (None,) * (7 + program.inputs)
         if torch.is_grad_enabled():
             raise NotImplementedError("a fused derived cell has no second derivative; run it within `modules_only`")
         tensors = _named(parameters, running, factors, inputs)
@@ -389,7 +394,7 @@ class _DerivedCell(torch.autograd.Function):
             f"{name}_gradient": torch.empty_like(tensors[name]) for name in ("buffer", "given") if name in tensors
         }
         # The nodes lie side by side at the start of the buffer, and so do their gradients.
-        (n, height, width, _), stride = inputs[-1].shape, program.stride
+        (n, height, width, _), stride = ctx.shapes[-1], program.stride
         shape = (n, -(-height // stride), -(-width // stride), program.nodes * program.channels)
         nodes = tensors["buffer_gradient"][: math.prod(shape)].view(shape)
         for to, gradient in zip(nodes.chunk(len(gradients), -1), gradients, strict=True):
@@ -398,7 +403,7 @@ class _DerivedCell(torch.autograd.Function):
             else:
                 to.copy_(gradient.permute(0, 2, 3, 1))
         triton_kernels("derived").backward_schedule(program, ctx.form, parameters.device).run(tensors)
-        own = (tensors[f"input{i}_gradient"][: x.numel()].view(x.shape) for i, x in enumerate(inputs))
+        own = (tensors[f"input{i}_gradient"][: math.prod(of)].view(of) for i, of in enumerate(ctx.shapes))
         states = (x.permute(0, 3, 1, 2) for x in own)
         return None, None, None, None, tensors["parameter_gradient"], None, None, *states
 

@@ -135,12 +135,13 @@ class Schedule:
         self._steps.append(step)
 
     def copy(self, jobs: Iterable[tuple[Name, Name, int, int]]) -> None:
-        """Copy tensors, each of the length that a job ends with, to places in others: (of, to, start, length)."""
+        """Copy tensors of any layout to places in others; jobs: (of, to, start, length)."""
         jobs = list(jobs)
 
         def step(tensors: Tensors) -> None:
-            places = [tensors[to][start : start + length] for _, to, start, length in jobs]
-            torch._foreach_copy_(places, [tensors[of].view(-1) for of, *_ in jobs])
+            given = [tensors[of] for of, *_ in jobs]
+            places = (tensors[to][start : start + length] for _, to, start, length in jobs)
+            torch._foreach_copy_([to.view(of.shape) for to, of in zip(places, given, strict=True)], given)
 
         self._steps.append(step)
 
