@@ -13,7 +13,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from softcell.arch import notation
+from softcell.arch import notation, sample
 from softcell.evaluate.task import rehearse
 from softcell.kernels import warm_up
 from softcell.kernels.backend import has_triton
@@ -81,13 +81,19 @@ def test_a_warm_up_compiles_what_a_step_launches(training: bool, probability: fl
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels that are compiled already would be launched")
+@pytest.mark.parametrize("space", ["nb201", "nos"])
 @pytest.mark.parametrize("probability", [0.2, 0.0])
-def test_a_pass_of_a_copy_shows_what_a_step_launches(probability: float, no_device: None) -> None:
-    """Of networks without schedules."""
+def test_a_pass_of_a_copy_shows_what_a_step_launches(probability: float, space: str, no_device: None) -> None:
+    """Of networks without schedules, or with kernels that are in none."""
     torch.manual_seed(0)
-    cells = build_space("nb201", {"cells_per_stage": 1, "channels": 4})
-    text = "|nor_conv_1x1~0|+|avg_pool_3x3~0|nor_conv_3x3~1|+|skip_connect~0|none~1|nor_conv_3x3~2|"
-    network = cells.network(notation.parse(text), (3, 16, 16), 10)
+    if space == "nb201":
+        cells = build_space(space, {"cells_per_stage": 1, "channels": 4})
+        text = "|nor_conv_1x1~0|+|avg_pool_3x3~0|nor_conv_3x3~1|+|skip_connect~0|none~1|nor_conv_3x3~2|"
+        network = cells.network(notation.parse(text), (3, 16, 16), 10)
+    else:
+        cells = build_space(space, {"cells": 3, "channels": 4})
+        network = cells.network(sample(cells.layout(), 0), (3, 16, 16), 10)
+    assert network.needs_dry_pass
     network.use_drop_path(probability)
     before = {name: value.clone() for name, value in network.state_dict().items()}
     found: list[Compilation] = []
@@ -101,7 +107,15 @@ def test_a_pass_of_a_copy_shows_what_a_step_launches(probability: float, no_devi
         with torch.no_grad():
             network.eval()(torch.randn(5, 3, 16, 16))
     assert set(found) == wanted
-    assert {"_combine", "_combine_finish_by_channel", "_convolve"} <= {job.name for job in wanted}
+    some = {
+        "nb201": {"_combine", "_combine_finish_by_channel", "_convolve"},
+        "nos": {"_stages", "_gather_lines", "_known_moments", "_apply"},
+    }
+    assert some[space] <= {job.name for job in wanted}
+    if space == "nos":
+        schedules = network.schedules(BATCH, torch.float32, training=True)
+        schedules += network.schedules(5, torch.float32, training=False)
+        assert set(compilations(schedules)) < wanted
 
 
 def test_kernels_are_compiled_once_for_an_absent_device(

@@ -87,6 +87,8 @@ class TrainTask:
         self.optimiser = _optimiser(recipe, [network] if criterion is None else [network, criterion], world)
         self._average = AveragedWeights(network, recipe.ema) if recipe.ema else None
         self._tally = Tally(world.device)
+        if recipe.fused and (reason := why_unfused(recipe, network, world)) is not None:
+            notify(f"fused=true {reason}")
         self._cells: Callable[[], AbstractContextManager[None]] = fused_networks if recipe.fused else nullcontext
         learn = in_precision(self._learn, recipe.precision, world.device)
         self._run = prepare_step(learn, recipe.engine, world, notify, divides=recipe.norms == "local")
@@ -318,6 +320,26 @@ def learning_rate(recipe: TrainRecipe, epoch: int) -> float:
     r = recipe
     warmup = int(r.warmup)
     return rate_at(epoch, r.epochs, r.lr, r.lr_min, r.schedule, warmup=warmup, factor=r.lr_decay, every=r.lr_every)
+
+
+def why_unfused(recipe: TrainRecipe, network: Network | Classifier, world: World) -> str | None:
+    """What to say where `fused` has no effect on a training run, or on some cells only; None: all cells are fused."""
+    cells = network.has_fused_cells() if isinstance(network, Network) else []
+    if not cells:
+        reason = "cells of this space have no fused form"
+    elif world.device.type != "cuda":
+        reason = "cells are fused on a GPU only"
+    elif recipe.precision == "float64":
+        reason = "fused cells compute in float32 or bfloat16, not in float64"
+    elif not can_fuse():
+        reason = "Triton is not installed (`pip install triton`, on Linux)"
+    elif not any(cells):
+        return "only draws drop-path's factors together: no cell of this network has a fused form"
+    elif not all(cells):
+        return f"has no effect on {cells.count(False)} of {len(cells)} cells, which have no fused form"
+    else:
+        return None
+    return f"has no effect: {reason}"
 
 
 def rehearse(network: Network, batch: int, held: int | None, precision: str, device: torch.device) -> None:

@@ -2,7 +2,8 @@
 
 Every map is a *plane*. A plane keeps what a convolution left, y [rows, c], and its value is z = a · y + b with a and b
 per channel: batch-norm is applied wherever the plane is read and never costs a pass of its own. Nodes have a = 1, b = 0
-and lie side by side in one buffer [rows, nodes · c], which is the concatenated output of the cell.
+and lie side by side in one buffer [rows, nodes · c], which is the concatenated output of the cell. Inputs that are not
+preprocessed have a = 1, b = 0 too: such a program is a part of a cell, whose other parts ran before.
 
 The convolutions are *stages*: ReLU of a plane, a depthwise k×k convolution (none where k = 1), a pointwise one. The
 depthwise result is not kept for the backward pass. With the gradient g of a value z and m rows,
@@ -17,6 +18,7 @@ is linear in g and y, so the gradient of a norm, too, is applied wherever a plan
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -106,7 +108,8 @@ class Round:
 class Derived:
     """A cell of `inputs` preprocessed inputs (planes 0…), `nodes` inner nodes (the next planes) and further planes.
 
-    `preprocess` reads the input tensors. Inner node j sums `node_inputs[j]`; `paths` counts the factors of drop-path.
+    `preprocess` reads the input tensors; if it is empty, they are the first planes themselves. Inner node j sums
+    `node_inputs[j]`; `paths` counts the factors of drop-path.
     """
 
     channels: int
@@ -133,6 +136,11 @@ class Derived:
 
     def is_node(self, plane: int) -> bool:
         return self.inputs <= plane < self.inputs + self.nodes
+
+    @property
+    def is_raw(self) -> bool:
+        """Whether the input tensors are the values of the first planes, as they are."""
+        return not self.preprocess
 
     @property
     def node_planes(self) -> range:
@@ -195,8 +203,41 @@ def derived_cell(
     keep it), without gradient. shared: those of a batch are of the rows of all ranks, which merge them by one
     collective per norm group, forward and backward.
     """
-    out, moments = _DerivedCell.apply(program, dtype, shared, parameters, running, factors, *states)  # type: ignore[no-untyped-call]
+    given = (program, dtype, shared, False, parameters, running, factors, *states)
+    out, moments = _DerivedCell.apply(*given)  # type: ignore[no-untyped-call]
     return out, moments
+
+
+def derived_nodes(
+    program: Derived,
+    dtype: torch.dtype,
+    parameters: Tensor,
+    running: Tensor | None,
+    factors: Tensor | None,
+    *states: Tensor,
+    shared: bool = False,
+) -> tuple[list[Tensor], Tensor]:
+    """`derived_cell` with the nodes one by one, each [n, c, h', w'] with gaps between pixels.
+
+    Their gradients are copied once. Those of parts of a concatenation would be put together before.
+    """
+    given = (program, dtype, shared, True, parameters, running, factors, *states)
+    *nodes, moments = _DerivedCell.apply(*given)  # type: ignore[no-untyped-call]
+    return nodes, moments
+
+
+def derived_nodes_reference(
+    program: Derived,
+    dtype: torch.dtype,
+    parameters: Tensor,
+    running: Tensor | None,
+    factors: Tensor | None,
+    *states: Tensor,
+    shared: bool = False,
+) -> tuple[list[Tensor], Tensor]:
+    """The literal twin of `derived_nodes`."""
+    out, moments = derived_cell_reference(program, dtype, parameters, running, factors, *states, shared=shared)
+    return list(torch.split(out, program.channels, 1)), moments
 
 
 def derived_cell_reference(
@@ -250,8 +291,11 @@ def derived_cell_reference(
                 z = z * scale + shift
             values[plane] = z.to(dtype)
 
-    run(program.preprocess)
-    normalise(range(program.inputs))
+    if program.is_raw:
+        values.update((i, state.to(dtype)) for i, state in enumerate(states))
+    else:
+        run(program.preprocess)
+        normalise(range(program.inputs))
     for plane in (program.inputs - 1, *program.node_planes):
         if program.is_node(plane):
             like = values[0][:, :, :: program.stride, :: program.stride]
@@ -304,20 +348,25 @@ class _DerivedCell(torch.autograd.Function):
         program: Derived,
         dtype: torch.dtype,
         shared: bool,
+        apart: bool,
         parameters: Tensor,
         running: Tensor | None,
         factors: Tensor | None,
         *states: Tensor,
-    ) -> tuple[Tensor, Tensor]:
-        inputs = [_rows_last(state, dtype) for state in states]
+    ) -> tuple[Tensor, ...]:
+        # What is not preprocessed is copied into the buffer, from any layout.
+        is_raw = program.is_raw
+        inputs = [state.permute(0, 2, 3, 1) if is_raw else _rows_last(state, dtype) for state in states]
         shapes, known, drops = [x.shape for x in inputs], running is not None, factors is not None
         form = Form.of(dtype, shapes, parameters.numel(), known=known, drops=drops, shared=shared)
-        tensors = _named(parameters, running, factors, inputs)
+        tensors = _named(parameters, running, factors, [] if is_raw else inputs)
+        tensors |= {f"input{i}": x for i, x in enumerate(inputs) if is_raw}
         triton_kernels("derived").forward_schedule(program, form, parameters.device).run(tensors)
-        ctx.program, ctx.form = program, form
+        ctx.program, ctx.form, ctx.apart = program, form, apart
         ctx.kept = [name for name in _KEPT if name in tensors]
         kept = [tensors[name] for name in ctx.kept]
-        ctx.save_for_backward(parameters, running, factors, *inputs, *kept)
+        ctx.shapes = shapes
+        ctx.save_for_backward(parameters, running, factors, *([] if is_raw else inputs), *kept)
         ctx.set_materialize_grads(False)
         # The state begins with mean, 1/√(variance + eps) and variance (`Forward.begin`).
         moments = tensors["state"].view(-1, program.planes, program.channels)[:3]
@@ -325,16 +374,18 @@ class _DerivedCell(torch.autograd.Function):
         n, height, width, _ = inputs[-1].shape
         height, width = -(-height // program.stride), -(-width // program.stride)
         nodes = program.nodes * program.channels
-        out = tensors["buffer"][: n * height * width * nodes].view(n, height, width, nodes)
-        return out.permute(0, 3, 1, 2), moments
+        out = tensors["buffer"][: n * height * width * nodes].view(n, height, width, nodes).permute(0, 3, 1, 2)
+        return *(torch.split(out, program.channels, 1) if apart else (out,)), moments
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *arrived: Tensor | None) -> tuple[Tensor | None, ...]:
         program: Derived = ctx.program
         parameters, running, factors, *kept = ctx.saved_tensors
-        inputs, kept = kept[: program.inputs], kept[program.inputs :]
-        if gradient is None:
-            return (None,) * (6 + len(inputs))
+        inputs = [] if program.is_raw else kept[: program.inputs]
+        kept = kept[len(inputs) :]
+        gradients = arrived[:-1]  # the last is of the statistics
+        if all(gradient is None for gradient in gradients):
+            return (None,) * (7 + program.inputs)
         if torch.is_grad_enabled():
             raise NotImplementedError("a fused derived cell has no second derivative; run it within `modules_only`")
         tensors = _named(parameters, running, factors, inputs)
@@ -342,12 +393,19 @@ class _DerivedCell(torch.autograd.Function):
         tensors |= {
             f"{name}_gradient": torch.empty_like(tensors[name]) for name in ("buffer", "given") if name in tensors
         }
-        arrived = _rows_last(gradient, ctx.form.dtype).view(-1)
         # The nodes lie side by side at the start of the buffer, and so do their gradients.
-        tensors["buffer_gradient"][: arrived.numel()].copy_(arrived)
+        (n, height, width, _), stride = ctx.shapes[-1], program.stride
+        shape = (n, -(-height // stride), -(-width // stride), program.nodes * program.channels)
+        nodes = tensors["buffer_gradient"][: math.prod(shape)].view(shape)
+        for to, gradient in zip(nodes.chunk(len(gradients), -1), gradients, strict=True):
+            if gradient is None:
+                to.zero_()
+            else:
+                to.copy_(gradient.permute(0, 2, 3, 1))
         triton_kernels("derived").backward_schedule(program, ctx.form, parameters.device).run(tensors)
-        states = (tensors[f"input{i}_gradient"].view(x.shape).permute(0, 3, 1, 2) for i, x in enumerate(inputs))
-        return None, None, None, tensors["parameter_gradient"], None, None, *states
+        own = (tensors[f"input{i}_gradient"][: math.prod(of)].view(of) for i, of in enumerate(ctx.shapes))
+        states = (x.permute(0, 3, 1, 2) for x in own)
+        return None, None, None, None, tensors["parameter_gradient"], None, None, *states
 
 
 _KEPT = ("given", "buffer", "state", "winners", "depths", "depthwise")
@@ -392,12 +450,13 @@ def norm_groups(program: Derived) -> tuple[list[int], list[int]]:
     """How many norms are merged over ranks together, by collective, in the kernels' order: forward and backward."""
     inner = [len(planes) for r in program.rounds for planes in (r.measured, r.measured_second) if planes]
     normed = {norm.plane for norm in program.norms} - set(range(program.inputs))
+    preprocessed = 0 if program.is_raw else program.inputs
     backward, arrived = [], 0
     for plane in reversed((program.inputs - 1, *program.node_planes)):
         found = program.round_of(plane)
         if found is not None:
-            backward += [arrived, len(found.second), program.inputs if plane < program.inputs else 0]
+            backward += [arrived, len(found.second), preprocessed if plane < program.inputs else 0]
             arrived = 0
         if program.is_node(plane):
             arrived += sum(one.plane in normed for one in program.node_inputs[plane - program.inputs])
-    return [program.inputs, *inner], [count for count in backward if count]
+    return [preprocessed, *inner][program.is_raw :], [count for count in backward if count]

@@ -39,19 +39,12 @@ class Forward(Stages):
         if self.blocks.weight_factors == 1 and self.numbers:
             self.schedule.new("depthwise", len(self.numbers) * self.rows * self.pitch, self.dtype)
         self.begin()
-        early = partial = None
-        if not self.form.known:
-            early = self._partial(self.tiles(self.rows_in), p.inputs)
-            partial = self._partial(self.tiles(self.rows), p.planes)
-        for number in range(p.inputs):
-            stages = tuple(s for s in p.preprocess if s.source == -1 - number)
-            # A pass with given statistics is not recorded: there Python's time for a launch decides.
-            first = number + 1 < p.inputs and not self.form.known
-            with self.beside() if first else nullcontext():
-                read = self._external(number)
-                self._run_stages(stages, read, self.given, early, (self.height, self.width), self.rows_in)
-        self.schedule.join()
-        self._measure(early, tuple(range(p.inputs)), self.rows_in)
+        partial = None if self.form.known or not p.norms else self._partial(self.tiles(self.rows), p.planes)
+        if p.is_raw:
+            size = self.rows_in * c
+            self.schedule.copy((x, self.given, self.unit(i) * size, size) for i, x in enumerate(self.inputs))
+        else:
+            self._preprocess()
         size = (self.out_height, self.out_width)
         waiting = []  # nodes that nobody has read yet
         for plane in (p.inputs - 1, *p.node_planes):
@@ -76,7 +69,22 @@ class Forward(Stages):
             self._measure(partial, found.measured_second, self.rows)
         self._add_up(waiting)
         if partial is not None:
-            self.schedule.free(early.tensor, partial.tensor)
+            self.schedule.free(partial.tensor)
+
+    def _preprocess(self):
+        p = self.program
+        partial = None if self.form.known else self._partial(self.tiles(self.rows_in), p.inputs)
+        for number in range(p.inputs):
+            stages = tuple(s for s in p.preprocess if s.source == -1 - number)
+            # A pass with given statistics is not recorded: there Python's time for a launch decides.
+            first = number + 1 < p.inputs and not self.form.known
+            with self.beside() if first else nullcontext():
+                read = self._external(number)
+                self._run_stages(stages, read, self.given, partial, (self.height, self.width), self.rows_in)
+        self.schedule.join()
+        self._measure(partial, tuple(range(p.inputs)), self.rows_in)
+        if partial is not None:
+            self.schedule.free(partial.tensor)
 
     def begin(self):
         """Depthwise kernels in the kernels' order, and the planes' state [8, planes, c] ([9, planes, c] if shared).
@@ -95,7 +103,7 @@ class Forward(Stages):
             _start, (len(jobs) + 8, triton.cdiv(longest, 1024)), self.parameters, self.depths, state,
             self.schedule.table(jobs or ((0,) * 3,)), len(jobs), p.planes * c, C=c, BLOCK=1024,
         )  # fmt: skip
-        if self.form.known:
+        if self.form.known and p.norms:
             jobs = tuple((norm.plane, norm.scale, norm.shift) for norm in p.norms)
             self.schedule.launch(
                 _known_moments, (len(jobs), triton.cdiv(c, 128)), self.running, self.parameters, self.moments,
@@ -183,7 +191,7 @@ class Backward(Lowering):
             self._gather(inner, found.second, (), lowered, self.buffer, self.gradient, adds=False, stats=inner)
         x, dx = (self.given, self.given_gradient) if inward else (self.buffer, self.gradient)
         lowered = self._lower_and_weigh(found.first, x) if found.first else Lowered(x, 0, 0)
-        stats = found.sources if inward else ()
+        stats = found.sources if inward and not p.is_raw else ()
         self._gather(found.sources, found.first, found.pools, lowered, x, dx, adds=not inward, stats=stats)
 
     def _lower_and_weigh(self, stages, x):
@@ -301,6 +309,12 @@ class Backward(Lowering):
     def _leave_inputs(self):
         """Gradients of the input tensors, [n, h_i, w_i, c_i]."""
         p = self.program
+        if p.is_raw:
+            for number in range(p.inputs):
+                self.schedule.view(
+                    f"input{number}_gradient", self.given_gradient, self.unit(number) * self.rows_in * self.c
+                )
+            return
         for number, x in enumerate(self.inputs):
             stages = tuple(s for s in p.preprocess if s.source == -1 - number)
             size = math.prod(self.form.shapes[number])

@@ -377,6 +377,9 @@ class WeightGradients:
                 ]
                 if s.size > 1:
                     deep.append((plan.start + at, s.matrix, s.depth, run._depth_at(s), s.taps))
+        if not adding:  # only pools
+            run.schedule.free(self.sums)
+            return
         run.schedule.launch(
             _sum_splits, (len(adding),), self.sums, to, run.schedule.table(adding), SPLITS=2048 // block, BLOCK=block,
         )  # fmt: skip

@@ -8,7 +8,7 @@ schedule runs on any tensors of these sizes, and its kernels can be compiled bef
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -131,6 +131,17 @@ class Schedule:
         def step(tensors: Tensors) -> None:
             for name in names:
                 del tensors[name]
+
+        self._steps.append(step)
+
+    def copy(self, jobs: Iterable[tuple[Name, Name, int, int]]) -> None:
+        """Copy tensors of any layout to places in others; jobs: (of, to, start, length)."""
+        jobs = list(jobs)
+
+        def step(tensors: Tensors) -> None:
+            given = [tensors[of] for of, *_ in jobs]
+            places = (tensors[to][start : start + length] for _, to, start, length in jobs)
+            torch._foreach_copy_([to.view(of.shape) for to, of in zip(places, given, strict=True)], given)
 
         self._steps.append(step)
 

@@ -94,6 +94,8 @@ def run_stacked(modules: Sequence[nn.Module], activated: Tensor) -> tuple[Tensor
 def normalise(y: Tensor, norms: Sequence[nn.BatchNorm2d]) -> Tensor:
     """y [n, Σ c, h, w] by concatenated norms of one key; each keeps its own running statistics."""
     norm, sizes = norms[0], [n.num_features for n in norms]
+    if len(norms) == 1:
+        return norm(y)  # type: ignore[no-any-return]
     running = [*_buffers(norms, "running_mean"), *_buffers(norms, "running_var")]
     # Batch-norm updates `both` in place, through its halves; the norms get their parts back below.
     both = torch.cat(running)

@@ -58,10 +58,13 @@ def family(module: nn.Module | None) -> tuple[Hashable, ...] | None:
     return (_entrance(module).stride, kind), size, module.norm.num_features
 
 
-def run_calibrations(modules: Iterable[nn.Module | None], x: Tensor) -> dict[int, Tensor]:
-    """The result of each module for x [n, c, h, w], by its id; those that must run separately are skipped."""
+def run_calibrations(modules: Iterable[nn.Module | None], x: Tensor, least: int = 2) -> dict[int, Tensor]:
+    """The result of each module for x [n, c, h, w], by its id; those that must run separately are skipped.
+
+    least: the fewest modules that run together.
+    """
     families = grouped(modules, family)
-    if sum(map(len, families.values())) < 2:
+    if sum(map(len, families.values())) < least:
         return {}
     groups: dict[Hashable, list[list[Any]]] = {}
     for key, own in families.items():

@@ -53,10 +53,6 @@ class AffineCell:
         rows = [_ones(norms[0].weight), *(row for norm in norms for row in (norm.weight, norm.bias))]
         return torch.cat(rows).view(len(rows), self.cell.program.channels)
 
-    def drops(self) -> bool:
-        """Whether this pass drops something."""
-        return self.drop_path.training and self.drop_path.probability > 0.0 and self.paths > 0
-
 
 _ONES: dict[tuple[int, torch.dtype, torch.device], Tensor] = {}
 
@@ -97,21 +93,33 @@ def fused_pass(cells: Iterable[PickedCell], x: Tensor) -> Iterator[list[RunCell]
     """How to run each cell within this context: fused, or module by module where it has no fused form.
 
     What is small happens once for all cells, since each launch takes microseconds: drop-path's factors are drawn at the
-    beginning, running statistics are updated at the end. x: any tensor of the batch, [n, ...].
+    beginning, running statistics and counts of batches are updated at the end. x: any tensor of the batch, [n, ...].
     """
     forms = [(cell, cell.fused_affine()) for cell in cells]
-    dropping = [form for _, form in forms if form is not None and form.drops()]
-    drawn: dict[int, Tensor] = {}
-    if dropping:
-        counts = [form.paths for form in dropping]
-        own = torch.split(dropping[0].drop_path.factors(x, sum(counts)), counts)
-        # Row 0 of each cell's factors is for identities, which are never dropped.
-        ones = torch.ones_like(own[0][:1])
-        parts = torch.split(torch.cat([row for part in own for row in (ones, part)]), [1 + count for count in counts])
-        drawn = {id(form): part for form, part in zip(dropping, parts, strict=True)}
+    counts = [cell.num_dropped() if form is None else form.paths for cell, form in forms]
+    drawn = _drawn(forms[0][0].drop_path, x, counts, [form is not None for _, form in forms])
     with updates_together():
-        yield [cell if form is None else _with_factors(form, drawn.get(id(form))) for cell, form in forms]
+        runs = zip(forms, drawn, strict=True)
+        yield [_with_factors(cell if form is None else form, own) for (cell, form), own in runs]
 
 
-def _with_factors(form: AffineCell, factors: Tensor | None) -> RunCell:
-    return lambda states: form(states, factors)
+def _drawn(drop_path: DropPath, x: Tensor, counts: Sequence[int], fused: Sequence[bool]) -> list[Tensor | None]:
+    """Each cell's factors [count, n], after a row of ones if it is fused; None where nothing is dropped.
+
+    Row 0 of a fused cell's factors is for identities, which are never dropped.
+    """
+    if not (drop_path.training and drop_path.probability > 0.0 and any(counts)):
+        return [None] * len(counts)
+    own = torch.split(drop_path.factors(x, sum(counts)), list(counts))
+    if any(fused):
+        ones = own[0].new_ones(1, own[0].shape[1])
+        sizes = [is_fused + count for is_fused, count in zip(fused, counts, strict=True)]
+        rows = [
+            row for is_fused, part in zip(fused, own, strict=True) for row in ([ones, part] if is_fused else [part])
+        ]
+        own = torch.split(torch.cat(rows), sizes)
+    return [part if count else None for part, count in zip(own, counts, strict=True)]
+
+
+def _with_factors(run: AffineCell | PickedCell, factors: Tensor | None) -> RunCell:
+    return lambda states: run(states, factors)

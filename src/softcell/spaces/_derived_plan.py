@@ -5,31 +5,46 @@ Nothing is owned here: weights and running statistics stay in the modules, under
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from softcell.kernels.backend import triton_kernels
-from softcell.kernels.derived import NONE, Derived, Form, NodeInput, Norm, Pooling, Round, Stage, derived_cell, interned
+from softcell.kernels.derived import (
+    NONE,
+    Derived,
+    Form,
+    NodeInput,
+    Norm,
+    Pooling,
+    Round,
+    Stage,
+    derived_cell,
+    derived_nodes,
+    interned,
+)
 from softcell.kernels.schedule import Schedule
 from softcell.kernels.shared import shares_norms
 from softcell.nn.conv import DilatedConv, FactorisedReduction, ReLUConvBN, SeparableConv
-from softcell.nn.norm import update_running
+from softcell.nn.norm import required, update_running
 from softcell.nn.stack import flat
 from softcell.nn.stochastic import DropPath
-from softcell.spaces._fused_plan import Unfit, pool_of, running_by_plane
+from softcell.spaces._fused_plan import Unfit, pool_of
 from softcell.spaces.execution import compute_type
 
 
 @dataclass(frozen=True, slots=True)
 class Pick:
-    """One candidate of a derived cell: its edge and its module."""
+    """One candidate of a derived cell: its edge, its module, and whether drop-path drops it (identities never)."""
 
     source: int
     target: int
     module: nn.Module
+    dropped: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +55,19 @@ class DerivedCell:
     owners: tuple[tuple[nn.Module, str], ...]  # of the parameters, in the order the program knows them by
     norms: tuple[tuple[int, nn.BatchNorm2d], ...]
     drop_path: DropPath
+
+    @property
+    def programs(self) -> list[DerivedCell]:
+        return [self]
+
+    @property
+    def paths(self) -> int:
+        return self.program.paths
+
+    @property
+    def training(self) -> bool:
+        # All norms of a fused cell are in one mode (`remembered_form`), so the first one stands for all.
+        return self.norms[0][1].training if self.norms else self.drop_path.training
 
     def parameters(self) -> list[Tensor]:
         """Matrices [c_out, c_in, 1, 1]; depthwise kernels [c · k², 1, 1, 1]; norms: scales, shifts [c, 1, 1, 1]."""
@@ -67,43 +95,81 @@ class DerivedCell:
         rows_last = tuple((n, height, width, c) for n, c, height, width in shapes)
         size = sum(w.numel() for w in self.parameters())
         drops = training and self.drop_path.probability > 0.0 and program.paths > 0
-        form = Form.of(dtype, rows_last, size, known=not training, drops=drops, shared=shares_norms())
+        known = not training and bool(self.norms)
+        form = Form.of(dtype, rows_last, size, known=known, drops=drops, shared=shares_norms())
         found = [kernels.forward_schedule(program, form, device)]
         return [*found, kernels.backward_schedule(program, form, device)] if training else found
+
+
+class Fused(Protocol):
+    """A fused cell of one or more programs, with `paths` that drop-path drops in training."""
+
+    @property
+    def programs(self) -> list[DerivedCell]: ...
+    @property
+    def paths(self) -> int: ...
+    @property
+    def training(self) -> bool: ...
+    @property
+    def drop_path(self) -> DropPath: ...
 
 
 class DerivedPass:
     """One pass through fused cells. What is small happens once for all of them, since each launch takes microseconds.
 
-    Drop-path's factors are drawn at the beginning, running statistics are updated by `finish`.
+    Drop-path's factors are drawn at the beginning, running statistics are updated by `finish`; where norms use them,
+    they are collected at the beginning.
     """
 
-    def __init__(self, cells: Sequence[DerivedCell], x: Tensor) -> None:
+    def __init__(self, cells: Sequence[Fused], x: Tensor) -> None:
         """x: any tensor of the batch, [n, ...]."""
         self._factors: dict[int, Tensor] = {}
         self._measured: list[tuple[DerivedCell, Tensor]] = []
-        # All norms of a fused cell are in one mode (`remembered_form`), so the first one stands for all.
-        dropping = [cell for cell in cells if cell.norms[0][1].training and cell.program.paths]
+        programs = [program for cell in cells for program in cell.programs]
+        self._running = running_of([one for one in programs if one.norms and not one.training])
+        dropping = [cell for cell in cells if cell.training and cell.paths]
         if dropping and dropping[0].drop_path.probability > 0.0:
-            counts = [cell.program.paths for cell in dropping]
+            counts = [cell.paths for cell in dropping]
             drawn = torch.split(dropping[0].drop_path.factors(x, sum(counts)), counts)
             self._factors = {id(cell): factors for cell, factors in zip(dropping, drawn, strict=True)}
 
+    def factors_of(self, cell: Fused) -> Tensor | None:
+        """Drop-path's factors [paths, n] of a cell; None: nothing is dropped."""
+        return self._factors.get(id(cell))
+
     def run(self, cell: DerivedCell, states: Sequence[Tensor]) -> Tensor:
         """The cell's input tensors [n, c_i, h_i, w_i], not preprocessed, to its concatenated nodes."""
-        newest, program = states[-1], cell.program
-        training = cell.norms[0][1].training
-        dtype = compute_type(newest)
-        with torch.autocast(newest.device.type, enabled=False):
-            parameters = cell.flat_parameters()
-            running = None if training else running_by_plane(cell.norms, program.planes, program.channels)
-            shared, factors = training and shares_norms(), self._factors.get(id(cell))
-            out, moments = derived_cell(program, dtype, parameters, running, factors, *states, shared=shared)
-        if training:
-            if out.numel() <= out.shape[1] and not shared:  # there a check would stall the device
-                raise ValueError(f"training needs more than 1 value per channel, but got {tuple(out.shape)}")
-            self._measured.append((cell, moments))
+        dtype = compute_type(states[-1])
+        with torch.autocast(states[-1].device.type, enabled=False):
+            parameters, running, shared = self._given(cell, states[-1], dtype)
+            factors = self.factors_of(cell)
+            out, moments = derived_cell(cell.program, dtype, parameters, running, factors, *states, shared=shared)
+        self._note(cell, moments, out.numel() <= out.shape[1] and not shared, out.shape)
         return out
+
+    def run_nodes(self, cell: DerivedCell, states: Sequence[Tensor], factors: Tensor | None) -> list[Tensor]:
+        """A part of a cell: its input tensors, as its program takes them, to its nodes, each [n, c, h, w].
+
+        factors [paths, n]: of drop-path, or None.
+        """
+        dtype = compute_type(states[-1])
+        with torch.autocast(states[-1].device.type, enabled=False):
+            parameters, running, shared = self._given(cell, states[-1], dtype)
+            nodes, moments = derived_nodes(cell.program, dtype, parameters, running, factors, *states, shared=shared)
+        self._note(cell, moments, nodes[0].numel() <= nodes[0].shape[1] and not shared, nodes[0].shape)
+        return nodes
+
+    def _given(self, cell: DerivedCell, x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None, bool]:
+        """Flat parameters [size], running statistics [2, planes, c] where they are used, whether ranks share norms."""
+        if not cell.owners:
+            return x.new_empty(0, dtype=torch.promote_types(dtype, torch.float32)), None, False
+        return cell.flat_parameters(), self._running.get(id(cell)), cell.training and shares_norms()
+
+    def _note(self, cell: DerivedCell, moments: Tensor, too_few: bool, shape: torch.Size) -> None:
+        if cell.training and cell.norms:
+            if too_few:  # not checked where ranks share norms: that would stall the device
+                raise ValueError(f"training needs more than 1 value per channel, but got {tuple(shape)}")
+            self._measured.append((cell, moments))
 
     def finish(self) -> None:
         """Update the running statistics of all norms of cells in training."""
@@ -119,12 +185,35 @@ class DerivedPass:
             update_running(*group)
 
 
+def running_of(cells: Sequence[DerivedCell]) -> dict[int, Tensor]:
+    """By the id of each cell [2, planes, c]: running mean and variance by plane, from one concatenation for all.
+
+    The rows of planes without a norm are not read; they get those of another.
+    """
+    rows: list[Tensor] = []
+    for cell in cells:
+        norms, (_, other) = dict(cell.norms), cell.norms[0]
+        own = [norms.get(plane, other) for plane in range(cell.program.planes)]
+        rows += [*(required(norm.running_mean) for norm in own), *(required(norm.running_var) for norm in own)]
+    if not rows:
+        return {}
+    sizes = [(2, cell.program.planes, cell.program.channels) for cell in cells]
+    parts = torch.split(torch.cat(rows), [math.prod(size) for size in sizes])
+    return {id(cell): part.view(size) for cell, part, size in zip(cells, parts, sizes, strict=True)}
+
+
 def plan_derived(
-    preprocess: Sequence[nn.Module], picks: Sequence[Pick], nodes: int, channels: int, stride: int, drop_path: DropPath
+    preprocess: Sequence[nn.Module | None],
+    picks: Sequence[Pick],
+    nodes: int,
+    channels: int,
+    stride: int,
+    drop_path: DropPath,
 ) -> DerivedCell:
     """The fused form of a cell of `nodes` inner nodes; raises `Unfit` with the reason if there is none.
 
-    preprocess: one module per input tensor. stride: of all outgoing operations of an input node.
+    preprocess: one module per input tensor, or None for each: the tensors are then the input nodes, `channels` wide.
+    stride: of all outgoing operations of an input node.
     """
     return _Planner(list(preprocess), list(picks), nodes, channels, stride, drop_path).build()
 
@@ -132,7 +221,7 @@ def plan_derived(
 class _Planner:
     def __init__(
         self,
-        preprocess: list[nn.Module],
+        preprocess: list[nn.Module | None],
         picks: list[Pick],
         nodes: int,
         channels: int,
@@ -153,11 +242,13 @@ class _Planner:
         learned = [id(pick.module) for pick in self.picks if any(True for _ in pick.module.buffers())]
         if len(set(learned)) < len(learned):
             raise Unfit("edges share a module")
-        before = [s for i, module in enumerate(self.preprocess) for s in self._input_stages(i, module)]
+        known = [(i, module) for i, module in enumerate(self.preprocess) if module is not None]
+        assert len(known) in (0, self.inputs), "all inputs are preprocessed or none"
+        before = [s for i, module in known for s in self._input_stages(i, module)]
         drafts = [self._round(sources) for sources in self._rounds()]
         if len({(n.eps, n.momentum, n.track_running_stats) for _, n in self.norms}) > 1:
             raise Unfit("the batch-norms differ in eps, momentum or statistics")
-        if not self.norms[0][1].track_running_stats:
+        if not all(norm.track_running_stats for _, norm in self.norms):
             raise Unfit("a batch-norm keeps no running statistics")
         matrix_at = _offsets(self.matrices, 0)
         matrices = sum(conv.weight.numel() for conv in self.matrices)
@@ -199,7 +290,7 @@ class _Planner:
             rounds,
             node_inputs,
             tuple(norms),
-            self.norms[0][1].eps,
+            self.norms[0][1].eps if self.norms else 0.0,
         )
         return DerivedCell(interned(program), tuple(owners), tuple(self.norms), self.drop_path)
 
@@ -218,8 +309,8 @@ class _Planner:
                     raise Unfit("an outgoing identity of a node has stride 2")
                 found[pick.target - self.inputs].append(NodeInput(pick.source))
                 continue
-            found[pick.target - self.inputs].append(NodeInput(self.result[number], paths))
-            paths += 1
+            found[pick.target - self.inputs].append(NodeInput(self.result[number], paths if pick.dropped else NONE))
+            paths += pick.dropped
         return tuple(tuple(own) for own in found), paths
 
     def _stride(self, source: int) -> int:

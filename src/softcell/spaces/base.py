@@ -144,7 +144,7 @@ class Network(nn.Module, ABC):
     """
 
     inputs: Inputs | None = None
-    needs_dry_pass: ClassVar[bool] = False
+    needs_dry_pass: bool = False
     """Whether the launches of fused cells are found by a dry pass instead of from `schedules`."""
 
     def __init__(self, genotype: Genotype, shape: Shape, num_classes: int) -> None:
@@ -191,6 +191,10 @@ class Network(nn.Module, ABC):
 
     def schedules(self, batch: int, dtype: torch.dtype, *, training: bool) -> list[Schedule]:
         """The launches of fused cells for a batch of images; empty in spaces whose networks have no fused form."""
+        return []
+
+    def has_fused_cells(self) -> list[bool]:
+        """By cell whether it has a fused form; empty in spaces whose networks have none."""
         return []
 
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from softcell.arch import Cell, Live, Mix, Pick, Table, WeightMix
 from softcell.arch.genotype import check_forward
 from softcell.errors import UserError
+from softcell.kernels.norm import scaled
 from softcell.nn.calibrate import Calibration
 from softcell.nn.candidates import Spec
 from softcell.nn.norm import recomputed
@@ -35,6 +36,7 @@ from softcell.spaces._executors import (
     run_fused_cell,
 )
 from softcell.spaces._fused_plan import Entry, FusedCell, Unfit, remembered_form
+from softcell.spaces._segment_plan import SegmentedCell, is_known, plan_segments
 from softcell.spaces.block import Block, calibrates
 from softcell.spaces.edges import (
     Bottleneck,
@@ -226,7 +228,7 @@ class PickedCell(nn.Module):
         self._drop_path = [drop_path]  # in a list: the network owns it, and it must not appear once per cell
         self._nodes = max((*cell.targets, *cell.output), default=inputs - 1) + 1
         self.spec = spec_of(0)
-        self._known: dict[bool, DerivedCell | None] = {}
+        self._known: dict[bool, DerivedCell | SegmentedCell | None] = {}
         self._known_affine: dict[bool, AffineCell | None] = {}
         sources = sorted({pick.source for pick in cell.picks})
         inner = range(inputs, self._nodes)
@@ -234,8 +236,26 @@ class PickedCell(nn.Module):
         self.partial = None if partial == 1 else PartialChannels(partial, wide=wide, narrow=self.spec)
         self._stride_of = {node: spec_of(node).stride for node in sources}
 
-    def forward(self, states: Sequence[Tensor]) -> list[Tensor]:
-        """Values of the input nodes to those of all nodes, each [n, c, h, w]."""
+    @property
+    def drop_path(self) -> DropPath:
+        return self._drop_path[0]
+
+    def num_dropped(self) -> int:
+        """The number of outputs that drop-path drops in a pass that runs module by module."""
+        modules = ((pick, self.edges.module(index)) for index, pick in enumerate(self.cell.picks))
+        return sum(module is not None and self._drops(pick.target, module) for pick, module in modules)
+
+    def _drops(self, node: int, module: nn.Module) -> bool:
+        # An identity stays (DARTS), and a residual node has nothing but its features.
+        is_kept = isinstance(module, nn.Identity) or node in self._residual
+        return isinstance(module, Calibration) or not is_kept
+
+    def forward(self, states: Sequence[Tensor], factors: Tensor | None = None) -> list[Tensor]:
+        """Values of the input nodes to those of all nodes, each [n, c, h, w].
+
+        factors [num_dropped, n]: of drop-path, drawn before; None: each is drawn when it is needed.
+        """
+        rows = iter(range(0 if factors is None else len(factors)))
         values = list(states)
         executors = [NodeExecutor(x, node, self.partial or self.bottleneck) for node, x in enumerate(values)]
         for node in range(self.inputs, self._nodes):
@@ -246,15 +266,14 @@ class PickedCell(nn.Module):
                 if module is None:
                     continue
                 output = executors[pick.source](module)
+                if self._drops(node, module):
+                    output = self._drop_path[0](output) if factors is None else scaled(output, factors, next(rows))
                 if isinstance(module, Calibration):
-                    output = self._drop_path[0](output)
                     kept = self._kept[pick.source, pick.target]
                     output = output if kept == 1 else output / kept  # as in `Block`
                     made = output + calibrations[pick.op][1] if pick.op in calibrations else output
                     calibrations[pick.op] = module, made
                     continue
-                if not isinstance(module, nn.Identity) and node not in self._residual:  # DARTS: identity stays
-                    output = self._drop_path[0](output)
                 total = output if total is None else total + output
             if total is None and node in self._residual:
                 total = executors[self._residual[node]].value()
@@ -276,14 +295,20 @@ class PickedCell(nn.Module):
         rests = [self.partial.bypass(values[source], self._stride_of[source]) for source in sources]
         return sum_of(rests) if rests else None
 
-    def fused(self, preprocess: Sequence[nn.Module], channels: int, stride: int) -> DerivedCell | None:
-        """This cell and the modules that preprocess its inputs as one operation; None where they run one by one."""
+    def fused(self, preprocess: Sequence[nn.Module], channels: int, stride: int) -> DerivedCell | SegmentedCell | None:
+        """This cell and the modules that preprocess its inputs as one operation, or as some with modules between them.
+
+        None where it runs module by module.
+        """
         # One entry: the picks never change, and `remembered_form` also keeps that there is no fused form.
         return remembered_form(self._known, True, lambda: self._plan(preprocess, channels, stride))
 
-    def _plan(self, preprocess: Sequence[nn.Module], channels: int, stride: int) -> DerivedCell:
-        picks = [DerivedPick(*pick) for pick in self._fusable()]
-        return plan_derived(preprocess, picks, self._nodes - self.inputs, channels, stride, self._drop_path[0])
+    def _plan(self, preprocess: Sequence[nn.Module], channels: int, stride: int) -> DerivedCell | SegmentedCell:
+        picks, nodes, drop_path = self._fusable(), self._nodes - self.inputs, self._drop_path[0]
+        if not self._residual and all(is_known(module) for *_, module in picks):
+            own = [DerivedPick(*pick) for pick in picks]
+            return plan_derived(preprocess, own, nodes, channels, stride, drop_path)
+        return plan_segments(preprocess, picks, nodes, channels, stride, drop_path, self._residual)
 
     def fused_affine(self) -> AffineCell | None:
         """This cell of ReLU-convolution-norm picks as one operation; None where its modules run one by one."""
@@ -291,12 +316,14 @@ class PickedCell(nn.Module):
 
     def _plan_affine(self) -> AffineCell:
         spec, drop_path = self.spec, self._drop_path[0]
+        if self._residual:
+            raise Unfit("there is a residual between the nodes")
         return plan_affine(self._fusable(), self.inputs, self._nodes, spec.channels, spec.stride, drop_path)
 
     def _fusable(self) -> list[tuple[int, int, nn.Module]]:
-        """Source, target and module of every pick but zeros; raises `Unfit` where nodes are not sums of picks alone."""
-        if self.bottleneck is not None or self.partial is not None or self._residual:
-            raise Unfit("there is a bottleneck, a bypass or a residual between the nodes")
+        """Source, target and module of every pick but zeros; raises `Unfit` where nodes have other inputs, too."""
+        if self.bottleneck is not None or self.partial is not None:
+            raise Unfit("there is a bottleneck or a bypass between the nodes")
         modules = ((pick, self.edges.module(index)) for index, pick in enumerate(self.cell.picks))
         return [(pick.source, pick.target, module) for pick, module in modules if module is not None]
 
@@ -363,7 +390,8 @@ class PickedChain(PickedCell):
         super().__init__(cell, 1, spec_of, drop_path)
         self._keeps = tuple(_keeps_shape(spec_of(layer)) for layer in range(len(self.layers)))
 
-    def forward(self, states: Sequence[Tensor]) -> list[Tensor]:
+    def forward(self, states: Sequence[Tensor], factors: Tensor | None = None) -> list[Tensor]:
+        assert factors is None, "chains draw their own"
         values = list(states)
         for picks, keeps in zip(self.layers, self._keeps, strict=True):
             x, y = values[-1], None

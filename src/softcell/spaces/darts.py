@@ -13,6 +13,7 @@ batch-norm after pools; `vanished="zeros"` with `pool_norm=True` builds their ne
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -23,10 +24,12 @@ from softcell.arch import Cell, Choice, Genotype, Layout, Mix, Table, TopInputs
 from softcell.arch.genotype import alive
 from softcell.errors import UserError
 from softcell.kernels.schedule import Schedule
+from softcell.nn.calibrate import Calibration
 from softcell.nn.candidates import Spec, get_candidate
 from softcell.nn.conv import AuxiliaryHead, FactorisedReduction, ReLUConvBN, dense_gradient
-from softcell.nn.norm import BatchNorm2d
+from softcell.nn.norm import BatchNorm2d, updates_together
 from softcell.spaces._derived_plan import DerivedCell, DerivedPass
+from softcell.spaces._segment_plan import SegmentedCell
 from softcell.spaces.base import Network, Shape, Space, Supernet, global_pool, register_space
 from softcell.spaces.cell import MixedCell, PickedCell
 from softcell.spaces.edges import SpecOf, check_ratios
@@ -299,6 +302,8 @@ class DartsNetwork(Network):
             for plan in self.plans
         )
         self.classifier = nn.Linear(self.plans[-1].width * outputs[self.plans[-1].table], num_classes)
+        # Attentions and dynamic kernels have Triton kernels that no schedule lists.
+        self.needs_dry_pass = any(isinstance(module, Calibration) for module in self.cells.modules())
         self._tower_after = 2 * space.cells // 3
         if auxiliary:
             plan = self.plans[self._tower_after]
@@ -319,13 +324,15 @@ class DartsNetwork(Network):
         stages: list[Tensor] = []
         middle = newer
         fused = [self._fused(i) if plan_network(newer) else None for i in range(len(self.plans))]
-        shared = DerivedPass([cell for cell in fused if cell is not None], newer)
-        for i, plan in enumerate(self.plans):
-            if plan.reduces:
-                stages.append(newer)
-            older, newer = newer, self._run_cell(i, fused[i], shared, older, newer)
-            if i == self._tower_after:
-                middle = newer
+        forms = [cell for cell in fused if cell is not None]
+        shared = DerivedPass(forms, newer)
+        with updates_together() if forms else nullcontext():
+            for i, plan in enumerate(self.plans):
+                if plan.reduces:
+                    stages.append(newer)
+                older, newer = newer, self._run_cell(i, fused[i], shared, older, newer)
+                if i == self._tower_after:
+                    middle = newer
         shared.finish()
         return [*stages, newer], middle
 
@@ -345,13 +352,16 @@ class DartsNetwork(Network):
             older, newer = newer, (batch, plan.width * len(self._outputs[plan.table]), *size)
         return found
 
-    def _fused(self, number: int) -> DerivedCell | None:
+    def has_fused_cells(self) -> list[bool]:
+        return [self._fused(number) is not None for number in range(len(self.plans))]
+
+    def _fused(self, number: int) -> DerivedCell | SegmentedCell | None:
         plan, pre, cell = self.plans[number], self.pre[number], self.cells[number]
         assert isinstance(pre, Preprocess) and isinstance(cell, PickedCell)
         return cell.fused((pre.older, pre.newer), plan.width, 2 if plan.reduces else 1)
 
     def _run_cell(
-        self, number: int, fused: DerivedCell | None, shared: DerivedPass, older: Tensor, newer: Tensor
+        self, number: int, fused: DerivedCell | SegmentedCell | None, shared: DerivedPass, older: Tensor, newer: Tensor
     ) -> Tensor:
         """The concatenated output of one cell, [n, c, h, w]."""
         plan = self.plans[number]
@@ -359,6 +369,8 @@ class DartsNetwork(Network):
         if fused is None:
             nodes = self.cells[number](self.pre[number](older, newer))
             return torch.cat([dense_gradient(nodes[n]) for n in outputs], dim=1)
+        if isinstance(fused, SegmentedCell):
+            return torch.cat(fused.run(shared, (older, newer), outputs), dim=1)
         out = shared.run(fused, (older, newer))
         # The program concatenates all inner nodes. A genotype may name fewer of them, or another order.
         if outputs == tuple(range(INPUTS, INPUTS + fused.program.nodes)):

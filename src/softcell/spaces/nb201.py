@@ -208,6 +208,9 @@ class NB201Network(Network):
         with fused_pass(self.cells, x) as cells:  # type: ignore[arg-type]
             return self._run(x, cells)
 
+    def has_fused_cells(self) -> list[bool]:
+        return [isinstance(cell, PickedCell) and cell.fused_affine() is not None for cell in self.cells]
+
     def _run(self, x: Tensor, cells: Sequence[RunCell]) -> list[Tensor]:
         stages: list[Tensor] = []
         for site, cell in enumerate(cells):

@@ -25,6 +25,7 @@ those of the output. The rule keeps the parents whose edges are strongest.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import comb, prod
 from typing import Any, ClassVar
@@ -35,9 +36,11 @@ from softcell.arch import Choice, Genotype, Layout, Mix, Pick, Table, TopInputs
 from softcell.errors import UserError
 from softcell.nn.candidates import Spec, candidate, get_candidate
 from softcell.nn.norm import BatchNorm2d
+from softcell.spaces._affine_plan import RunCell, fused_pass
 from softcell.spaces.base import Network, Shape, Space, Supernet, global_pool, register_space
 from softcell.spaces.cell import MixedCell, PickedCell
 from softcell.spaces.edges import SpecOf
+from softcell.spaces.execution import plan_network
 
 OPERATIONS = ("conv_1x1", "conv_3x3", "max_pool_3x3")
 GAP, LINK, LAST = "none", "skip_connect", "link_1x1"
@@ -228,9 +231,19 @@ class OneShot1Network(Network):
         self._per_stack = space.cells_per_stack
 
     def features(self, x: Tensor) -> list[Tensor]:
+        if not plan_network(x):
+            return self._run(x, list(self.cells))
+        # No cell has a fused form: its ReLUs come after norms, where the kernels' come before convolutions.
+        with fused_pass(self.cells, x) as cells:  # type: ignore[arg-type]
+            return self._run(x, cells)
+
+    def has_fused_cells(self) -> list[bool]:
+        return [False] * len(self.cells)
+
+    def _run(self, x: Tensor, cells: Sequence[RunCell]) -> list[Tensor]:
         x = self.frame.stem(x)
-        stages = []
-        for site, cell in enumerate(self.cells):
+        stages: list[Tensor] = []
+        for site, cell in enumerate(cells):
             if site and site % self._per_stack == 0:
                 stages.append(x)
                 x = self.frame.pool(x)
