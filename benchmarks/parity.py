@@ -15,6 +15,7 @@ import json
 import statistics
 import subprocess
 import sys
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -56,10 +57,10 @@ def known(space: str, images: int, options: argparse.Namespace) -> dict[str, lis
     return dict(found["runs"])
 
 
-def compare(runs: dict[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
+def compare(runs: dict[str, list[dict[str, Any]]], metrics: Sequence[str] = METRICS) -> list[dict[str, Any]]:
     """For each metric and engine: mean, spread, and the distance from eager in units of the combined spread."""
     rows = []
-    for metric in METRICS:
+    for metric in metrics:
         eager = [run[metric] for run in runs["eager"]]
         for way, found in runs.items():
             values = [run[metric] for run in found]
