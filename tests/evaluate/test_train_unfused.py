@@ -44,9 +44,9 @@ def test_spaces_without_fused_cells_are_named(space: str) -> None:
     assert found == "has no effect: cells of this space have no fused form"
 
 
-def test_1shot1_draws_factors_together() -> None:
+def test_networks_of_which_no_cell_is_fused_say_so() -> None:
     found = why_unfused(TrainRecipe(fused=True), network_of("nb1shot1-1"), GPU)
-    assert found is not None and "only draws drop-path's factors together" in found
+    assert found is not None and "fuses no cell" in found
 
 
 def test_where_nothing_is_fused_the_reason_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -57,6 +57,9 @@ CELLS: dict[str, tuple[tuple[int, int, str], ...]] = {
     "calibrations of sums": (
         (0, 2, S3), (1, 2, SPATIAL), (0, 3, "noise"), (1, 3, S3), (2, 3, K3), (2, 4, D3), (3, 4, CHANNEL),
     ),
+    "only modules leave the inputs": (
+        (0, 2, "noise"), (1, 2, "noise"), (2, 3, S3), (1, 3, "noise"), (3, 4, D3), (2, 4, SAME),
+    ),
     "nothing reaches 2": ((0, 3, S3), (1, 3, SPATIAL), (2, 4, S3), (3, 4, K3), (3, 4, AVERAGE)),
 }  # fmt: skip
 """Source, target and operation of every pick, by target, as drop-path draws its factors module by module."""

@@ -79,6 +79,7 @@ def test_cells_are_cut_where_nodes_are_calibrated_and_nowhere_else() -> None:
         "inputs are read late": 2,
         "sums between calibrations": 1,  # the rest are identities, which are sums
         "modules without a kernel": 4,
+        "only modules leave the inputs": 2,  # from 2, whose sources are noise; from 3
         "nothing reaches 2": 2,
         "calibrations of sums": 2,
     }
@@ -249,7 +250,7 @@ class TestKernels:
             assert errors[0] <= max(1e-4, 10 * errors[1]), f"{key}: {errors[0]:.2e}, modules {errors[1]:.2e}"
 
     @pytest.mark.parametrize("training", [True, False])
-    @pytest.mark.parametrize("name", ["a pair at each tier", "inputs are read late"])
+    @pytest.mark.parametrize("name", ["a pair at each tier", "inputs are read late", "only modules leave the inputs"])
     @pytest.mark.parametrize("stride", [1, 2])
     def test_schedules_are_those_of_a_pass(self, name: str, stride: int, training: bool) -> None:
         """A pass plans nothing new, so all of its kernels were known before."""

@@ -334,7 +334,7 @@ def why_unfused(recipe: TrainRecipe, network: Network | Classifier, world: World
     elif not can_fuse():
         reason = "Triton is not installed (`pip install triton`, on Linux)"
     elif not any(cells):
-        return "only draws drop-path's factors together: no cell of this network has a fused form"
+        return "fuses no cell: none of this network has a fused form"
     elif not all(cells):
         return f"has no effect on {cells.count(False)} of {len(cells)} cells, which have no fused form"
     else:

@@ -100,6 +100,8 @@ class SegmentedCell:
     leaving: Mapping[int, tuple[Calibration, ...]]
     dropped: tuple[int, ...]
     drop_path: DropPath
+    stride: int
+    """Of the operations that leave the inputs."""
 
     @property
     def paths(self) -> int:
@@ -131,12 +133,13 @@ class SegmentedCell:
         """The launches of the programs of a step, or of a pass in evaluation mode; shapes: of the input tensors."""
         found: list[Schedule] = []
         n, _, height, width = shapes[-1]
-        for number, cell in enumerate(self.programs):
-            program = cell.program
-            own = [(n, program.channels, height, width)] * program.inputs if program.is_raw else shapes
-            found += cell.schedules(own, dtype, device, training=training)
-            if number == 0:
-                height, width = -(-height // program.stride), -(-width // program.stride)
+        for number, level in enumerate(self.levels):
+            if level.segment is not None and level.segment.cell is not None:
+                program = level.segment.cell.program
+                own = [(n, program.channels, height, width)] * program.inputs if program.is_raw else shapes
+                found += level.segment.cell.schedules(own, dtype, device, training=training)
+            if number == 0:  # operations that leave the inputs stride, in programs and in modules
+                height, width = -(-height // self.stride), -(-width // self.stride)
         return found
 
 
@@ -271,6 +274,7 @@ class _Planner:
             {source: tuple(modules) for source, modules in leaving.items()},
             tuple(self.dropped),
             self.drop_path,
+            self.stride,
         )
 
     def _check(self) -> None:

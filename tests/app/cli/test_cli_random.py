@@ -13,6 +13,7 @@ import torch
 
 from softcell import api
 from softcell.app.baseline import FOUND, draw_random, train_with_random
+from softcell.app.process import ERROR_FILE, read_error
 from softcell.arch import Genotype
 from softcell.engine.task import Event, OnEvent, Started, Stepped
 from softcell.errors import UserError
@@ -164,9 +165,11 @@ def test_the_command_says_what_failed_and_how_to_resume(
 
     monkeypatch.setattr("softcell.app.cli.train.listener_beside", strike)
     is_hit = False
+    monkeypatch.setenv(ERROR_FILE, str(tmp_path / "error.json"))
     failed = call("train", CELL, *TINY_TRAIN, "--random", "2", "--at-once", "3", "--out", "failed")
     assert failed.code == 1 and "random-2" in failed.out and "failed: out of luck" in failed.out
     assert "mean" not in failed.out, "a comparison without the one that failed would be biased"
+    assert read_error(tmp_path / "error.json") == "random-2: out of luck"
     is_hit = True
     stopped = call("train", CELL, *TINY_TRAIN, "--random", "1", "--at-once", "2", "--out", "stopped")
     assert stopped.code == 130

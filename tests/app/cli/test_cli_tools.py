@@ -80,6 +80,14 @@ def test_info_counts_the_published_darts_network(call: Softcell) -> None:
     assert "13.40 MB" in answer.out
 
 
+def test_info_shows_notes_of_any_form_that_a_genotype_has(call: Softcell, tmp_path: Path) -> None:
+    assert call("convert", CELL, "--out", "cell.json").code == 0
+    stored = json.loads((tmp_path / "cell.json").read_text())
+    (tmp_path / "cell.json").write_text(json.dumps({**stored, "about": {"settings": "mine", "epochs": 3}}))
+    shown = call("info", "cell.json")
+    assert shown.code == 0 and "settings mine" in shown.out and "epochs 3" in shown.out
+
+
 def test_info_counts_a_space(call: Softcell) -> None:
     answer = call("info", "nb201")
     assert "15,625" in answer.out

@@ -472,6 +472,9 @@ def test_a_shared_process_reports_failures_and_saves_on_a_signal(tmp_path: Path)
 
     (tmp_path / "wrong").mkdir()
     process.submit(Job(tmp_path / "wrong", {}, None, 0))  # its settings are missing
+    (tmp_path / "full" / ERROR).mkdir(parents=True)  # its error cannot be written, which must not end the process
+    process.submit(Job(tmp_path / "full", {}, None, 0))
+    wait(lambda: process.code_of(tmp_path / "full") == 2)
     (job,) = jobs_of(read_plan(plan(tmp_path, search={**TINY, "epochs": 4000})), tmp_path / "out")
     job.write()
     process.submit(job)
@@ -493,11 +496,20 @@ def test_a_shared_process_that_dies_before_it_reads_a_job_fails_that_job(tmp_pat
         child.wait()
         polls = iter([None])  # it was alive when it was asked
         process._process = SimpleNamespace(  # type: ignore[assignment]
-            poll=lambda: next(polls, child.returncode), wait=child.wait, stdin=child.stdin
+            poll=lambda: next(polls, child.returncode), wait=child.wait, stdin=child.stdin, returncode=child.returncode
         )
         process.submit(Job(tmp_path / "job", {}, None, 0))
         assert process.code_of(tmp_path / "job") == 1
         process.close()
+
+
+def test_jobs_of_a_shared_process_that_is_killed_have_the_code_of_the_signal(tmp_path: Path) -> None:
+    process = SharedProcess({}, tmp_path / "log")
+    for code, expected in ((-9, 137), (0, 1), (3, 3)):
+        process._process = SimpleNamespace(poll=lambda code=code: code, returncode=code)  # type: ignore[assignment]
+        assert process.code_of(tmp_path / "job") == expected
+    process._codes[str(tmp_path / "job")] = 0
+    assert process.code_of(tmp_path / "job") == 0, "the job had ended before"
 
 
 class Slurm:

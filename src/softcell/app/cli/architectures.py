@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -225,7 +226,9 @@ def _describe_network(
 def _describe_genotype(out: Console, found: Genotype) -> None:
     print_fields(out, space=found.space)
     about = {key: value for key, value in found.about.items() if key != ABOUT}
-    if about.get("epochs") in (about.get("epoch"), about.get("settings", {}).get("epochs")):
+    settings = about.get("settings")
+    stated_epochs = settings.get("epochs") if isinstance(settings, Mapping) else None
+    if about.get("epochs") in (about.get("epoch"), stated_epochs):
         about.pop("epochs", None)  # listed as `epoch` or among the settings
     if about:
         print_fields(out, **{"found by": ", ".join(f"{key} {_plain(value)}" for key, value in about.items())})

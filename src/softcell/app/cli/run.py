@@ -32,6 +32,7 @@ from softcell.app.process import start_time
 from softcell.app.progress import RunScreen, counting
 from softcell.app.report.page import REPORT
 from softcell.arch import Genotype
+from softcell.engine.lock import LOCK
 from softcell.engine.runfolder import MANIFEST, SEEDS, free_folder
 from softcell.errors import UserError
 from softcell.evaluate import TrainResult
@@ -267,7 +268,8 @@ def demo(
     again += [word for name, value in given.items() for word in (f"--{name}", str(value))]
 
     search, first = folder / "search", DEMO_SEARCHES * seed  # demos with different seeds share no search
-    if search.is_dir() and any(search.iterdir()) and not (search / SEEDS).is_file():
+    others = [entry for entry in search.iterdir() if entry.name != LOCK] if search.is_dir() else []
+    if others and not (search / SEEDS).is_file():
         raise UserError(
             f"a demo needs a new folder or one of an earlier demo, but {search} holds other files; choose another --out"
         )

@@ -25,7 +25,7 @@ from softcell.app.cli import options as o
 from softcell.app.cli import output
 from softcell.app.cli.output import command, console, print_fields
 from softcell.app.cli.search import check_at_once, resumed
-from softcell.app.process import explain_failure
+from softcell.app.process import explain_failure, record_error
 from softcell.app.progress import Display, listener_beside, seed_listeners
 from softcell.app.report.trackers import Tracking
 from softcell.arch import Genotype
@@ -335,7 +335,9 @@ def _train_sharing(
     if result is not None and not result.exit_code:
         output.show_training(screen, result, RunFolder.open(folder).manifest["results"])
     for name, error in ran.errors.items():
-        print_fields(screen, **{name: f"failed: {explain_failure(error) or error}"})
+        reason = explain_failure(error) or str(error)
+        record_error(f"{name}: {reason}")
+        print_fields(screen, **{name: f"failed: {reason}"})
     not_started = 1 + len(others) - len(ran.results) - len(ran.errors)
     if not_started or any(one.exit_code for one in ran.results.values()):
         shared = () if at_once is None else ("--at-once", str(at_once))

@@ -111,10 +111,13 @@ class SharedProcess:
                 self._codes[folder] = code
 
     def code_of(self, folder: Path) -> int | None:
-        """The exit code of the job in `folder`; None while it runs; 1 if the process died before it ended."""
+        """The exit code of the job in `folder`; None while it runs; that of the process if it ended before the job."""
         process = self._process
         is_gone = process is None or process.poll() is not None  # before the codes are read: it may end in between
-        return self._codes.get(str(folder), 1 if is_gone else None)
+        if str(folder) in self._codes or not is_gone:
+            return self._codes.get(str(folder))
+        code = 1 if process is None else process.returncode
+        return (128 - code if code < 0 else code) or 1  # Popen reports signal n as -n, shells as 128 + n
 
     def stop(self, now: bool) -> None:
         """Asks all runs to save and end; with `now`, kills the process."""
@@ -210,9 +213,10 @@ def serve(requests: int, answers: IO[str]) -> None:
                 if isinstance(result, Exception):
                     reason = str(result) if isinstance(result, UserError) else explain_failure(result)
                     code = 1 if reason is None else 2
-                    _log(folder, "".join(traceback.format_exception(result)) if reason is None else f"error: {reason}")
-                    _log(folder, f"ended with exit code {code}")
-                    write_error(folder / ERROR, reason or f"{type(result).__name__}: {result}")
+                    log = "".join(traceback.format_exception(result)) if reason is None else f"error: {reason}"
+                    with suppress(UserError, OSError):  # a full disk must not end the other jobs
+                        _log(folder, f"{log}\nended with exit code {code}")
+                        write_error(folder / ERROR, reason or f"{type(result).__name__}: {result}")
                 print(json.dumps([str(folder), code]), file=answers, flush=True)
             if interrupt.signal and not len(runs):
                 return
