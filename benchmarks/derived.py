@@ -309,13 +309,13 @@ def main() -> None:
     parser.add_argument("--cases", nargs="+", default=list(CASES), choices=list(CASES))
     parser.add_argument("--batch", type=int, default=96)
     parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--steps", action="store_true", help="first time whole training steps and validation passes")
+    parser.add_argument("--steps", action="store_true", help="time whole training steps and validation passes first")
     parser.add_argument("--ways", nargs="*", default=["fused", "modules"], help="`fused`, `modules`, both or none")
     parser.add_argument(
         "--step-settings", nargs="*", default=[], help="with --steps, also time fused steps with these settings"
     )
     parser.add_argument("--check", nargs="*", help="first compare these settings (default: `chosen`) with row 16")
-    parser.add_argument("--cold", action="store_true", help="first time compilation into an empty cache")
+    parser.add_argument("--cold", action="store_true", help="time compilation into an empty cache first")
     parser.add_argument("--host", action="store_true", help="only measure Python's time, without a GPU")
     parser.add_argument("--minutes", type=float, default=math.inf, help="start no further setting after this time")
     parser.add_argument("--out", type=Path, help="where to write the JSON record")
