@@ -10,7 +10,7 @@ The depthwise result is not kept for the backward pass. With the gradient g of a
 
     ∂y = a · (g − Σg / m − ŷ · Σ(g·ŷ) / m),   ŷ = (y − mean) · rstd,   ∂γ = Σ g·ŷ,   ∂β = Σ g
 
-is linear in g and y, so the gradient of a norm, too, is applied wherever a plane's gradient is read.
+is linear in g and y, so the gradient of a norm is also applied wherever a plane's gradient is read.
 
 `derived_cell_reference` is the plain twin, differentiated by autograd. The Triton passes are in `derived_triton`.
 """

@@ -1,7 +1,7 @@
 # mypy: ignore-errors
 """Triton kernels of `derived` that fill planes: activations, convolutions, pools and sums into nodes.
 
-A program handles some rows (pixels) and a block of channels. A *view* says where a map lies: unit (multiples of rows ·
+A program handles some rows (pixels) and a block of channels. A *view* locates a map: unit (multiples of rows ·
 c), column, distance of rows. Jobs are rows of small integer tables. ReLU(z), which windows read, is first written
 inside a border of zeros: a tap is then a load and a multiplication, with no mask, norm or ReLU.
 """
