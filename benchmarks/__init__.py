@@ -1,1 +1,1 @@
-"""Timings of search steps, as ratios in one run. `python -m benchmarks --help` lists them."""
+"""Timings of search steps, compared within one run. `python -m benchmarks --help` lists them."""

@@ -1,4 +1,4 @@
-"""`python -m benchmarks`: times search steps, prints tables, writes JSON.
+"""`python -m benchmarks`: times search steps, prints tables and writes JSON.
 
 python -m benchmarks                      # a GPU: everything, at the papers' sizes; a CPU: steps at small sizes
 python -m benchmarks --paper              # the papers' sizes on a CPU too (minutes)
@@ -29,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--paper", action="store_true", help="the papers' sizes instead of the small ones")
     parser.add_argument("--rounds", type=int, default=7, help="timed rounds per formulation")
     parser.add_argument(
-        "--space", action="append", choices=[case.space for case in PAPER], help="instead of all; may be repeated"
+        "--space", action="append", choices=[case.space for case in PAPER], help="run only this space; may be repeated"
     )
     parser.add_argument("--threads", type=int, default=0, help="CPU threads; 0 leaves torch's choice")
     parser.add_argument("--out", type=Path, help="where to write the JSON record")

@@ -1,11 +1,11 @@
-"""`python -m benchmarks.attention`: local attention against its naive form and torch's, time and memory in one run.
+"""`python -m benchmarks.attention`: time and memory of local attention, its naive form and torch's, in one run.
 
-Forward and backward of one layer from queries, keys and values [batch, 3·width, side, side]: `ours` (on a GPU Triton
-kernels; elsewhere shifted views, on small maps products of matrices), `unfold` (all neighbourhoods copied by F.unfold),
-`masked` (torch's scaled_dot_product_attention over all pairs with a mask; without relative positions, so it does less)
-and `flex` (torch's compiled flex_attention with positions and a block mask; on a GPU only, heads padded to 16 numbers).
-Time on a GPU is that of a recorded step. Memory is what is allocated on top at the peak on a GPU; on a CPU it is what
-autograd keeps for the backward pass. A form that does not fit or does not run is reported.
+Forward and backward of one layer from queries, keys and values [batch, 3·width, side, side]: `ours` (Triton kernels on
+a GPU; otherwise shifted views, or matrix products for small maps), `unfold` (copies all neighbourhoods with F.unfold),
+`masked` (torch's scaled_dot_product_attention over all pairs with a mask, without relative positions, so it does less)
+and `flex` (torch's compiled flex_attention with positions and a block mask; GPU only, heads padded to 16 values). GPU
+times are those of a captured step. Memory on a GPU is the additional peak allocation; on a CPU it is what autograd
+keeps for the backward pass. Forms that do not fit or fail are reported.
 
 python -m benchmarks.attention --sides 8 32 --batch 8
 python -m benchmarks.attention --batch 64 --width 8 --sides 8 16 32 56 --precision bfloat16 --rounds 20 --out FILE
@@ -35,7 +35,7 @@ from softcell.nn.attention import attend_local
 from studies.runs import write_record
 
 Form = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""Queries, keys and values [n, 3·c, h, w] and embeddings [heads, d, extent] to [n, c, h, w]."""
+"""Maps queries, keys and values [n, 3·c, h, w] and embeddings [heads, d, extent] to [n, c, h, w]."""
 LARGEST = 8 * 1024**3
 """Bytes of one copy beyond which an implementation is not tried."""
 MIN_HEAD = 16
@@ -134,7 +134,7 @@ FORMS: dict[str, Form] = {"ours": ours, "unfold": unfolded, "masked": masked, "f
 
 
 def why_not(form: str, options: argparse.Namespace, side: int, extent: int, device: torch.device) -> str | None:
-    """Why an implementation is not tried."""
+    """The reason why an implementation is not tried."""
     if form == "flex" and device.type != "cuda":
         return "not measured: no gradients on a CPU"
     pixels = side * side
@@ -143,7 +143,7 @@ def why_not(form: str, options: argparse.Namespace, side: int, extent: int, devi
 
 
 def measure(form: Form, options: argparse.Namespace, side: int, extent: int, device: torch.device) -> dict[str, Any]:
-    """Median milliseconds of forward and backward, and megabytes."""
+    """Median milliseconds of forward and backward pass, and megabytes."""
     torch.manual_seed(0)
     dtype = torch.bfloat16 if options.precision == "bfloat16" else torch.float32
     packed = torch.randn(options.batch, 3 * options.width, side, side, device=device).to(dtype)
@@ -171,7 +171,7 @@ def measure(form: Form, options: argparse.Namespace, side: int, extent: int, dev
     work: Callable[[], None] = step
     if device.type == "cuda":
         work = CapturedStep(step, notes.append)
-        # Eager steps, then the one that is captured: all timed steps are replays.
+        # Eager steps, then the captured one: all timed steps are replays.
         for _ in range(WARMUP + EAGER_STEPS_PER_KEY + 1):
             work()
     times = []
@@ -190,7 +190,7 @@ def tried(name: str, options: argparse.Namespace, side: int, extent: int, device
         return measure(FORMS[name], options, side, extent, device)
     except torch.OutOfMemoryError:
         return "out of memory"
-    except Exception as error:  # any error of torch's compiled form is what a user would see
+    except Exception as error:  # any error of torch's compiled form is reported as a user would see it
         if name != "flex":
             raise
         return f"not measured: {type(error).__name__}: {str(error).strip().splitlines()[0][:120]}"
@@ -198,15 +198,15 @@ def tried(name: str, options: argparse.Namespace, side: int, extent: int, device
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.attention", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--sides", type=int, nargs="+", default=[8, 16, 32], help="of the square maps")
+    parser.add_argument("--sides", type=int, nargs="+", default=[8, 16, 32], help="side lengths of the square maps")
     parser.add_argument("--extents", type=int, nargs="+", default=[3, 5, 7])
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--width", type=int, default=32)
     parser.add_argument("--heads", type=int, default=8)
-    parser.add_argument("--rounds", type=int, default=3, help="timed ones after a warm-up")
+    parser.add_argument("--rounds", type=int, default=3, help="timed rounds after a warm-up")
     parser.add_argument("--precision", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--device", default="auto")
-    parser.add_argument("--forms", nargs="+", choices=FORMS, default=list(FORMS), help="what is measured")
+    parser.add_argument("--forms", nargs="+", choices=FORMS, default=list(FORMS), help="implementations to measure")
     parser.add_argument("--out", type=Path, help="a JSON file for the record, written after every row")
     options = parser.parse_args(arguments)
     if options.width % options.heads:

@@ -1,8 +1,8 @@
 """`python -m benchmarks.cold`: the first step of a search on a GPU, with kernels compiled in three ways.
 
-one by one: into an empty cache, each kernel when it is first launched. ahead: into an empty cache, in parallel before
-the first step. warm: everything is in the cache already. Each runs in a separate process. Before them, this process
-loads CUDA's libraries, so that the first of them does not wait for the disk.
+one by one: empty cache, each kernel is compiled at its first launch. ahead: empty cache, kernels are compiled in
+parallel before the first step. warm: the cache is full. Each runs in a separate process. This process first loads
+CUDA's libraries, so that the first of them does not wait for the disk.
 
 python -m benchmarks.cold --space darts --out cold.json
 """
@@ -28,14 +28,14 @@ from softcell.kernels.warm_up import SWITCH, workers_ready
 from studies.runs import write_record
 
 SPACES = {"darts": "darts", "nb201": "darts", "nos": "nos", "fullattention": "fullattention"}
-"""The method that searches each space here."""
+"""The method used to search each space."""
 WAYS = {"one by one": ("one", "0"), "ahead": ("ahead", "1"), "warm": ("ahead", "1")}
-"""By name the folder of the cache and whether kernels are compiled ahead; later ones find what earlier ones left."""
+"""For each name, the cache folder and whether kernels are compiled ahead; later ones reuse earlier caches."""
 MAX_SECONDS = 180
 
 
 def measured(space: str, caches: Path, way: str) -> dict[str, Any]:
-    """What `report` prints, from a separate process."""
+    """Runs `report` in a separate process and returns what it prints."""
     folder, ahead = WAYS[way]
     given = json.dumps({"space": space, "began": time.time()})
     code = "import sys; from benchmarks.cold import report; report(sys.argv[1])"
@@ -52,7 +52,7 @@ def measured(space: str, caches: Path, way: str) -> dict[str, Any]:
 
 
 def report(request: str) -> None:
-    """The body of that process: seconds of its parts, and how many kernels it compiled by itself in each."""
+    """The body of that process: seconds of its parts, and the number of kernels that it compiled itself in each."""
     from triton import knobs  # type: ignore[import-not-found, unused-ignore]
 
     from benchmarks.gpu import VARIANTS, made_data, made_search, next_milliseconds
@@ -86,7 +86,7 @@ def report(request: str) -> None:
 
 
 def load_libraries() -> None:
-    """One step of a small network, for which CUDA's libraries are read from the disk."""
+    """One step of a small network, which loads CUDA's libraries from the disk."""
     network = torch.nn.Sequential(torch.nn.Conv2d(3, 16, 3), torch.nn.BatchNorm2d(16), torch.nn.Conv2d(16, 16, 1))
     network = network.cuda().to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     images = torch.randn(64, 3, 32, 32, device="cuda")
@@ -100,7 +100,9 @@ def main() -> None:
     parser = step_options(
         "python -m benchmarks.cold", __doc__, rounds=1, rounds_help="processes of each", one_size=True
     )
-    parser.add_argument("--space", action="append", choices=list(SPACES), help="darts by default; may be repeated")
+    parser.add_argument(
+        "--space", action="append", choices=list(SPACES), help="space to search (default: darts); may be repeated"
+    )
     options = parser.parse_args()
     device, threads = machine(parser, options)
     if device.type != "cuda":

@@ -82,7 +82,7 @@ def in_turns(steps: dict[str, Callable[[], float]], rounds: int) -> dict[str, fl
 
 def main() -> None:
     parser = step_options("python -m benchmarks.credit", __doc__, rounds=40, threads=1)
-    parser.add_argument("--space", action="append", help="one space instead of all; may be repeated")
+    parser.add_argument("--space", action="append", help="run only this space; may be repeated")
     options = parser.parse_args()
     device, threads = machine(parser, options)
     rows: list[dict[str, Any]] = []

@@ -1,10 +1,11 @@
-"""`python -m benchmarks.derived`: what each choice in the kernels of fused derived cells is worth, on one GPU.
+"""`python -m benchmarks.derived`: measures each design choice in the kernels of fused derived cells on one GPU.
 
-What decides comes first: `--cold` compiles the kernels of a training step into an empty cache, `--steps` times whole
-training steps and validation passes, module by module and fused. Then a forward and backward pass of DARTS_V2's normal
-and reduction cells at the widths of 20 cells × 36 channels, batch 96, by kernel: with the chosen sizes of blocks, and
-with each of `CHANGES` to them, until `--minutes` have passed. Kernels of all settings are compiled first, by as many
-processes as there are cores. `--host` needs no GPU: the time that Python takes for a pass whose launches do nothing.
+The most important measurements run first: `--cold` compiles the kernels of a training step into an empty cache,
+`--steps` times whole training steps and validation passes, module by module and fused. Then a forward and backward pass
+of DARTS_V2's normal and reduction cells, at the widths of 20 cells × 36 channels with batch 96, is timed kernel by
+kernel: with the chosen block sizes, and with each of `CHANGES`, until `--minutes` have passed. Kernels of all settings
+are compiled first, with one process per core. `--host` needs no GPU: it measures Python's time for a pass whose
+launches do nothing.
 
 python -m benchmarks.derived --cold --steps --settings chosen --minutes 5 --out derived.json
 python -m benchmarks.derived --steps --ways --step-settings "rows 27 and 28" --settings
@@ -43,14 +44,14 @@ from tests.reference.published_genotypes import DARTS_V2
 
 EARLIER = {"weight_factors": 0, "lower_tiles": 0, "point_tiles": 0, "input_tiles": 0}
 EARLIER |= {"gather_together": 0, "gather_registers": 0, "gather_rows": 64}
-"""Rows 22 to 26 of NOTES.md, switched off."""
+"""Disables rows 22 to 26 of NOTES.md."""
 
 CHANGES: dict[str, dict[str, int]] = {
     "chosen": {},
     "chosen, again": {},  # differences from the first are noise
     "row 21": EARLIER,
     "row 16": EARLIER
-    | {  # also without rows 17 to 21; `_lower` keeps 64 rows at 72 channels, not 128
+    | {  # also disables rows 17 to 21; `_lower` keeps 64 rows at 72 channels, not 128
         "beside": 0,
         "stage_lines": 0,
         "lower_apart": 0,
@@ -61,26 +62,26 @@ CHANGES: dict[str, dict[str, int]] = {
     "rows 27 and 28": {"finish_rows": 4096, "lines_together": 0, "gather_registers": 0},
     "row 27": {"finish_rows": 4096},
     "row 28": {"lines_together": 0, "gather_registers": 0},
-    "memory as before": {"weight_factors": 2},  # depthwise results are computed again instead of kept
-    "one stream": {"beside": 0},  # gradients of weights before the next gradients of planes, not at the same time
+    "memory as before": {"weight_factors": 2},  # depthwise results are recomputed instead of kept
+    "one stream": {"beside": 0},  # gradients of weights run before the next gradients of planes, not in parallel
     "stage lines 1, no point tiles": {"point_tiles": 0, "stage_lines": 1},
     "without row 24": {"point_tiles": 0},
     "tile programs 16": {"tile_programs": 16},
     "depth programs 528": {"depth_programs": 528},
-    "sums elements 2048": {"sums_elements": 2048},  # twice as many loads under way in `_arrival_sums`
+    "sums elements 2048": {"sums_elements": 2048},  # twice as many loads in flight in `_arrival_sums`
     "stages by pixels": {"stage_lines": 0},
     "activate by pixels": {"activate_lines": 0},
     "point side 64": {"point_side": 64},
-    "splits 32": {"splits_block": 32},  # at 36 channels it is chosen; reduction cells gained, too
-    "weight programs 132": {"weight_programs": 132},  # leaves half of the registers to what runs at the same time
+    "splits 32": {"splits_block": 32},  # chosen at 36 channels; also faster in reduction cells
+    "weight programs 132": {"weight_programs": 132},  # leaves half of the registers to concurrent kernels
     "gather by pixels": {"gather_groups": 0},
     "gather groups 16": {"gather_groups": 16},
     "gather groups 4": {"gather_groups": 4},
-    "weight stages 1": {"weight_stages": 1},  # loads pass through the L1 cache, where neighbouring taps meet
+    "weight stages 1": {"weight_stages": 1},  # loads pass through the L1 cache, which neighbouring taps share
     "weight stages 3": {"weight_stages": 3},
     "weight waves 1": {"weight_waves": 1},
     "weight programs 1056": {"weight_programs": 1056},
-    "16 channels, gather rows 64": {"channels": 16, "gather_rows": 64},  # 48 channels are read for 40, not 64
+    "16 channels, gather rows 64": {"channels": 16, "gather_rows": 64},  # 40 channels are padded to 48, not 64
     "gather rows 64": {"gather_rows": 64},
     "stage warps 8": {"stage_warps": 8},
     "stage rows 128": {"stage_rows": 128},
@@ -128,7 +129,7 @@ def made_network() -> DartsNetwork:
 
 
 def check(changes: dict[str, dict[str, int]], cases: list[str], batch: int) -> dict[str, dict[str, Any]]:
-    """How far kernels are from those of row 16, relative, and whether repeats are equal bit for bit; or an error."""
+    """Relative differences from the kernels of row 16, and whether repeats are equal bit for bit; or an error."""
 
     def outcome(case: str, settings: dict[str, int]) -> dict[str, Tensor]:
         triton_kernels("derived_layout").OVERRIDES = settings  # type: ignore[attr-defined]
@@ -151,7 +152,7 @@ def check(changes: dict[str, dict[str, int]], cases: list[str], batch: int) -> d
         for name, settings in changes.items():
             try:
                 mine, again = outcome(case, settings), outcome(case, settings)
-            except Exception as error:  # such a setting is reported, not fatal
+            except Exception as error:  # failures are reported, not fatal
                 found[name][case] = f"{type(error).__name__}: {str(error)[:200]}"
                 print(f"check {name}, {case}: {found[name][case]}", flush=True)
                 continue
@@ -163,14 +164,14 @@ def check(changes: dict[str, dict[str, int]], cases: list[str], batch: int) -> d
 
 
 def recorded(settings: dict[str, int], cases: list[str], batch: int, rounds: int) -> dict[str, float]:
-    """Microseconds of a cell's step in a recording, where kernels that run beside each other count once."""
+    """Microseconds of a cell's captured step, in which parallel kernels count once."""
     triton_kernels("derived_layout").OVERRIDES = settings  # type: ignore[attr-defined]
     network = made_network().cuda()
     found = {}
     for case in cases:
         _, size, number = CASES[case]
         step = cell_step(network, number, size, batch)
-        # As in the engine: kernels launched alongside, at the lower priority, wait for the step.
+        # As in the engine: kernels on the second stream have lower priority than the step.
         stream = torch.cuda.Stream(priority=-1)  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -192,7 +193,7 @@ def recorded(settings: dict[str, int], cases: list[str], batch: int, rounds: int
 
 
 def run(settings: dict[str, int], cases: list[str], batch: int, rounds: int) -> dict[str, Any]:
-    """Microseconds by kernel and case; of a case that does not fit the device, why."""
+    """Microseconds by kernel and case; for a case that does not fit the device, the reason."""
     triton_kernels("derived_layout").OVERRIDES = settings  # type: ignore[attr-defined]
     network = made_network().cuda()
     found: dict[str, Any] = {}
@@ -203,7 +204,7 @@ def run(settings: dict[str, int], cases: list[str], batch: int, rounds: int) -> 
             for _ in range(3):
                 step()
             torch.cuda.synchronize()
-        except Exception as error:  # such a setting is reported, not fatal
+        except Exception as error:  # failures are reported, not fatal
             found[case] = f"{type(error).__name__}: {str(error)[:200]}"
             continue
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
@@ -219,7 +220,7 @@ def run(settings: dict[str, int], cases: list[str], batch: int, rounds: int) -> 
 
 
 def compile_settings(changes: dict[str, dict[str, int]], cases: list[str], batch: int) -> int:
-    """Compile the kernels of all settings and cases side by side; returns how many."""
+    """Compiles the kernels of all settings and cases in parallel; returns their number."""
     network, jobs = made_network(), []
     for settings in changes.values():
         triton_kernels("derived_layout").OVERRIDES = settings  # type: ignore[attr-defined]
@@ -247,7 +248,7 @@ def cold_start(batch: int) -> dict[str, float]:
 
 
 def host_time(rounds: int, batch: int = 2) -> dict[str, float]:
-    """Milliseconds of processor time of a validation pass on a CPU with launches that do nothing, the least of all."""
+    """Minimum milliseconds of processor time of a validation pass on a CPU with launches that do nothing."""
 
     class Nothing:
         def __getitem__(self, grid: Any) -> Any:
@@ -270,7 +271,7 @@ def host_time(rounds: int, batch: int = 2) -> dict[str, float]:
 
 
 def validation(rounds: int, batch: int) -> dict[str, float]:
-    """Milliseconds of a pass without gradients in evaluation mode, not recorded, by way and precision."""
+    """Milliseconds of a pass without gradients in evaluation mode, not captured, by way and precision."""
     triton_kernels("derived_layout").OVERRIDES = {}  # type: ignore[attr-defined]
     network = made_network().cuda().to(memory_format=torch.channels_last).eval()  # type: ignore[call-overload]
     images = torch.randn(batch, 3, 32, 32, device="cuda").to(memory_format=torch.channels_last)
@@ -296,7 +297,7 @@ def print_longest(rows: list[dict[str, Any]]) -> None:
 
 
 def chosen_changes(given: list[str] | None) -> dict[str, dict[str, int]]:
-    """Settings by name, or written as JSON objects; all of `CHANGES` without any."""
+    """Settings by name or as JSON objects; all of `CHANGES` if none are named."""
     if given is None:
         return CHANGES
     return {one: CHANGES[one] if one in CHANGES else json.loads(one) for one in given}
@@ -308,14 +309,16 @@ def main() -> None:
     parser.add_argument("--cases", nargs="+", default=list(CASES), choices=list(CASES))
     parser.add_argument("--batch", type=int, default=96)
     parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--steps", action="store_true", help="first whole training steps and validation passes")
-    parser.add_argument("--ways", nargs="*", default=["fused", "modules"], help="`fused`, `modules`; may be none")
-    parser.add_argument("--step-settings", nargs="*", default=[], help="with --steps, also fused steps with these")
-    parser.add_argument("--check", nargs="*", help="first compare these settings with row 16; `chosen` without any")
-    parser.add_argument("--cold", action="store_true", help="first compile into an empty cache")
-    parser.add_argument("--host", action="store_true", help="only the time that Python takes, without a GPU")
-    parser.add_argument("--minutes", type=float, default=math.inf, help="no further setting after this time")
-    parser.add_argument("--out", type=Path, help="a JSON file for the figures")
+    parser.add_argument("--steps", action="store_true", help="time whole training steps and validation passes first")
+    parser.add_argument("--ways", nargs="*", default=["fused", "modules"], help="`fused`, `modules`, both or none")
+    parser.add_argument(
+        "--step-settings", nargs="*", default=[], help="with --steps, also time fused steps with these settings"
+    )
+    parser.add_argument("--check", nargs="*", help="first compare these settings (default: `chosen`) with row 16")
+    parser.add_argument("--cold", action="store_true", help="time compilation into an empty cache first")
+    parser.add_argument("--host", action="store_true", help="only measure Python's time, without a GPU")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="start no further setting after this time")
+    parser.add_argument("--out", type=Path, help="where to write the JSON record")
     given = parser.parse_args()
     if given.host:
         print(host_time(given.rounds))
@@ -371,7 +374,7 @@ def main() -> None:
             print(f"  {case}: {line}", flush=True)
         keep()
     record["recorded"] = {}
-    for name, settings in done.items():  # last, since a recording that fails would disturb what follows
+    for name, settings in done.items():  # last, since a failed capture would disturb later measurements
         record["recorded"][name] = times = recorded(settings, given.cases, given.batch, given.rounds)
         print(f"recorded, {name}: " + "  ".join(f"{case} {us:.0f}" for case, us in times.items()), flush=True)
         keep()

@@ -91,8 +91,8 @@ def on_gpu(
 
 def main() -> None:
     parser = step_options("python -m benchmarks.entrannas", __doc__, rounds=7)
-    parser.add_argument("--batch-size", type=int, default=64, help="images per step, the same for all")
-    parser.add_argument("--modules", action="store_true", help="on a GPU: without fused cells")
+    parser.add_argument("--batch-size", type=int, default=64, help="images per step, for all variants")
+    parser.add_argument("--modules", action="store_true", help="on a GPU, run without fused cells")
     options = parser.parse_args()
     device, threads = machine(parser, options)
     console, base = Console(), (PAPER if options.paper else SMALL)[0]

@@ -90,7 +90,7 @@ def made_training(
 
 
 def started(task: Task) -> Iterator[Any]:
-    """Batches of a task in its second epoch, in which every schedule is active."""
+    """Batches of a task in its second epoch, when every schedule is active."""
     task.begin_epoch(1)
     return cycle(list(task.batches(1, 0)))
 
@@ -127,7 +127,7 @@ def measure(task: Task, rounds: int) -> dict[str, Any]:
 
 
 def _busy(events: list[Any]) -> float:
-    """Microseconds in which at least one kernel ran."""
+    """Microseconds during which at least one kernel ran."""
     busy, until = 0.0, -math.inf
     for begin, end in sorted((e.time_range.start, e.time_range.end) for e in events):
         busy += max(end - max(begin, until), 0.0)
@@ -136,7 +136,7 @@ def _busy(events: list[Any]) -> float:
 
 
 def _longest(events: list[Any], count: int = 25) -> list[dict[str, Any]]:
-    """The kernels that take most of a step, by name: candidates for optimisation."""
+    """The kernels with the largest share of a step, by name: candidates for optimisation."""
     spent: Counter[str] = Counter()
     calls: Counter[str] = Counter()
     for e in events:

@@ -126,8 +126,8 @@ def _peaks(task: Any) -> Iterator[int]:
 def main() -> None:
     again = "timed steps of each; 0: only memory"
     parser = step_options("python -m benchmarks.itnas", __doc__, rounds=5, rounds_help=again)
-    parser.add_argument("--space", default="darts", choices=["darts", "nb201", "proxyless"], help="which space")
-    parser.add_argument("--batch-size", type=int, default=64, help="images per step, the same for all")
+    parser.add_argument("--space", default="darts", choices=["darts", "nb201", "proxyless"], help="search space")
+    parser.add_argument("--batch-size", type=int, default=64, help="images per step, for all variants")
     options = parser.parse_args()
     device, threads = machine(parser, options, least_rounds=0)
     console = Console()

@@ -2,9 +2,9 @@
 
     python -m benchmarks.launches
 
-Views and empty tensors launch nothing and are not counted. The features of a cell run as Triton kernels on a GPU; each
-is counted with its launches there, and its plain twin, which runs here instead, is not counted. Operations on lists of
-tensors and two-stage sums count as one, so a GPU launches a few per cent more.
+Views and empty tensors launch nothing and are not counted. The features of a cell run as Triton kernels on a GPU. Their
+launches are counted; the plain twins that run here instead are not. Operations on lists of tensors and two-stage sums
+count as one, so a GPU launches a few per cent more.
 """
 
 from __future__ import annotations

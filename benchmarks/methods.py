@@ -69,7 +69,9 @@ def cells_of(row: dict[str, Any]) -> list[str]:
 
 def main(arguments: list[str] | None = None) -> None:
     parser = step_options("python -m benchmarks.methods", __doc__, rounds=20, one_size=True)
-    parser.add_argument("--method", action="append", choices=tuple(SPACE_OF), help="one of all; may be repeated")
+    parser.add_argument(
+        "--method", action="append", choices=tuple(SPACE_OF), help="run only this method; may be repeated"
+    )
     parser.add_argument("--seconds", type=float, default=3.0, help="how long several searches share the device")
     options = parser.parse_args(arguments)
     device, threads = machine(parser, options)

@@ -1,10 +1,10 @@
-"""`python -m benchmarks.parity`: short real searches, eager float32 against the fast engine, over several seeds.
+"""`python -m benchmarks.parity`: short real searches, eager float32 compared with the fast engine, over several seeds.
 
 python -m benchmarks.parity --data-root DIR --out benchmarks/records/NAME.json
 
 The engines differ only in rounding; after three epochs their losses and accuracies must not differ by more than those
-of different seeds. Every run is a separate process, as a user would start it; eager runs are mostly bound by the host,
-so several run concurrently. `--beside RECORD` reuses the runs of an earlier record of the same setting instead of
+of different seeds. Every run is a separate process, as a user would start it. Eager runs are mostly host-bound, so
+several run concurrently. `--beside RECORD` reuses the runs of an earlier record of the same setting instead of
 repeating them.
 """
 
@@ -79,12 +79,16 @@ def main() -> None:
     parser.add_argument("--data-root")
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--space", action="append", metavar="NAME=IMAGES", help="spaces with the images of each half")
-    parser.add_argument("--way", action="append", choices=WAYS, help="run these alone (with --beside)")
-    parser.add_argument("--beside", type=Path, help="an earlier record of the same setting, for the ways not run")
-    parser.add_argument("--jobs", type=int, default=6, help="runs at the same time")
+    parser.add_argument(
+        "--space", action="append", metavar="NAME=IMAGES", help="a space and the number of images in each half"
+    )
+    parser.add_argument("--way", action="append", choices=WAYS, help="run only these (with --beside)")
+    parser.add_argument(
+        "--beside", type=Path, help="an earlier record of the same setting that provides the other ways"
+    )
+    parser.add_argument("--jobs", type=int, default=6, help="number of concurrent runs")
     parser.add_argument("--out", type=Path)
-    parser.add_argument("more", nargs="*", help="after --: more options of `softcell search`")
+    parser.add_argument("more", nargs="*", help="after --: further options of `softcell search`")
     options = parser.parse_args()
     spaces = dict(text.split("=") for text in options.space or ["darts=3200", "nb201=12800"])
     ways = options.way or list(WAYS)

@@ -1,16 +1,16 @@
-"""`python -m benchmarks.scaling`: expected efficiency of a step on several GPUs. A model, not measured.
+"""`python -m benchmarks.scaling`: expected efficiency of a step on several GPUs. A model, not a measurement.
 
 Counted on this machine, for two ranks: the collectives of one step and their bytes. A step is that of a search, at the
-paper's size of the space, or of training DARTS_V2 (20 fused cells of 36 channels, auxiliary head). Given: the time
-of a step on one GPU (from records by default, with their source), bandwidths and latencies of the links. From these,
-ring all-reduces of n ranks take
+paper's size of the space, or of training DARTS_V2 (20 fused cells of 36 channels, auxiliary head). Inputs: the time of
+a step on one GPU (by default from records, with their source), bandwidths and latencies of the links. From these, a
+ring all-reduce over n ranks takes
 
     t(bytes) = 2 (n − 1) / n · bytes / bandwidth + 2 (n − 1) · latency
 
-and the efficiency is step time / (step time + exposed communication). Every GPU has the batch of the recorded step.
-Without overlap all communication is exposed. With overlap the buckets that are sent during the backward pass of the
-weights are hidden behind it as long as it lasts; the last bucket of a pass and the exchange of norm statistics never
-are.
+and the efficiency is step time / (step time + exposed communication). Every GPU processes the batch of the recorded
+step. Without overlap, all communication is exposed. With overlap, buckets that are sent during the backward pass of the
+weights are hidden behind it as long as it lasts; the last bucket of a pass and the exchange of norm statistics are
+always exposed.
 
 python -m benchmarks.scaling
 python -m benchmarks.scaling --method darts --space darts --step-ms 27 --norms local --bucket-mb 1
@@ -101,13 +101,13 @@ def efficiency(
 
 
 def paper_case(method: str, space: str) -> Case:
-    """A search of the paper's size on two small images: the bytes of a step do not depend on the batch."""
+    """A search at the paper's size with two small images, since the bytes of a step do not depend on the batch."""
     recipe = resolve({"method": method, "space": space, "scale": "paper", "data": "cifar10"})
     return Case(space, recipe.space_settings, (3, 16, 16), 2, method, recipe.method_settings, recipe.regime)
 
 
 def counted(case: Case, norms: Norms, bucket_bytes: int) -> list[Collective]:
-    """The collectives of one search step. Cells run fused, with the kernels' plain twins."""
+    """The collectives of one search step. Cells run fused, with the plain twins of the kernels."""
     state = step_state(case, CPU, plain=False)
     state.world, state.norms = World(0, 2, 0, CPU), norms
     with _two_ranks(bucket_bytes) as found, norms_of(norms):
@@ -141,7 +141,7 @@ def _two_ranks(bucket_bytes: int) -> Iterator[list[Collective]]:
     ending = False
 
     def cell(program: Derived, *given: Any, shared: bool = False) -> tuple[Tensor, Tensor]:
-        """Lists the messages of the kernels: the twin's backward pass sends twice the bytes."""
+        """Records the messages that kernels would send: the twin's backward pass sends twice the bytes."""
         if shared:
             forward, backward = norm_groups(program)
             sizes = [2 * (2 * program.channels * norms + 1) for norms in forward]  # a row of each of two ranks
@@ -181,7 +181,7 @@ def recorded_ms(method: str, space: str) -> tuple[float, str] | None:
     if (method, space) == TRAINING:
         file = "derived-h200-2026-11-19.json"
         rows = json.loads((RECORDS / file).read_text())["steps"]
-        # What is the default now was measured under this name.
+        # The current default was measured under this name.
         (ms,) = [row["ms"] for row in rows if row["setting"] == "rows 22 to 26"]
         return ms, file
     file = "methods-h200-2026-11-16.json"
@@ -198,7 +198,7 @@ def recorded_ms(method: str, space: str) -> tuple[float, str] | None:
 def modelled(
     method: str, space: str, norms: Norms, step_ms: float, source: str, connected: Sequence[Link], bucket_bytes: int
 ) -> dict[str, Any]:
-    """Figures of one search or training run: bytes and collectives of a step, and the efficiency over every link."""
+    """Figures of one search or training run: bytes and collectives per step, and the efficiency for every link."""
     seconds, passes = step_ms / 1e3, "single-level"
     if (method, space) == TRAINING:
         collectives = counted_training(TRAINED, norms, bucket_bytes)
@@ -228,12 +228,16 @@ def modelled(
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.scaling", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--method", help="with --space: one instead of all with a recorded time; train: DARTS_V2")
+    parser.add_argument(
+        "--method", help="with --space: only this method; train: DARTS_V2 (default: all with a recorded time)"
+    )
     parser.add_argument("--space")
     parser.add_argument("--step-ms", type=float, help="time of a step on one GPU instead of the recorded one")
-    parser.add_argument("--norms", choices=get_args(Norms), help="one of both")
-    parser.add_argument("--bucket-mb", type=float, default=reduce.GRADIENT_BUCKET_BYTES / 2**20, help="of gradients")
-    parser.add_argument("--nvlink-gb", type=float, default=450.0, help="GB/s each way; the data sheet of an H200")
+    parser.add_argument("--norms", choices=get_args(Norms), help="only this setting (default: both)")
+    parser.add_argument(
+        "--bucket-mb", type=float, default=reduce.GRADIENT_BUCKET_BYTES / 2**20, help="size of gradient buckets"
+    )
+    parser.add_argument("--nvlink-gb", type=float, default=450.0, help="GB/s each way (default: data sheet of an H200)")
     parser.add_argument("--nvlink-us", type=float, default=3.0, help="assumed microseconds per hop")
     parser.add_argument("--network-gbit", type=float, default=100.0, help="Gb/s between machines")
     parser.add_argument("--network-us", type=float, default=10.0, help="assumed microseconds per hop")

@@ -68,7 +68,7 @@ def step_state(case: Case, device: torch.device, *, plain: bool) -> StepState:
     supernet = space.supernet(case.shape, 10)
     if plain:
         make_plain(supernet)
-    # Plain cells have drawn other weights: from here on, both draw the same paths.
+    # Plain cells consumed other random numbers: from here on, both draw the same paths.
     torch.manual_seed(0)
     kind = METHODS.get(case.method)
     assert issubclass(kind, Method)

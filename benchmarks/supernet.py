@@ -1,10 +1,10 @@
-"""`python -m benchmarks.supernet`: captured search steps with different settings of fused cells, alternating.
+"""`python -m benchmarks.supernet`: alternating captured search steps with different settings of fused cells.
 
 One search for each setting (`softcell.kernels.settings`), all in one process and from one seed, in bfloat16 with a
-batch of 64 at the paper's size. Their steps take turns, so that a ratio does not depend on what else the machine does.
+batch of 64 at the paper's size. Their steps alternate, so that ratios do not depend on other load on the machine.
 `difference` is the relative distance of the weights from those of the first setting after a few steps. "chosen, again"
-shows the noise between two runs of one setting; `--rounding`, which runs on a CPU, how far apart steps in bfloat16 get
-if normalised values change as little as another order of sums changes them.
+shows the noise between two runs of one setting. `--rounding`, which runs on a CPU, shows how much bfloat16 steps
+diverge if normalised values change as little as a different summation order changes them.
 
 python -m benchmarks.supernet --minutes 2 --out supernet.json
 python -m benchmarks.supernet --rounding
@@ -39,11 +39,11 @@ from softcell.search.task import SearchTask
 from studies.runs import write_record
 
 UNIT = 2.0**-24
-"""Half the distance of float32 numbers just above 1: what another order of sums changes, at the least."""
+"""Half the distance of float32 numbers just above 1: the smallest change from a different summation order."""
 COMPARED_STEPS = 3
-"""Steps after which weights are compared; later, differences of rounding have grown."""
+"""Steps after which weights are compared; rounding differences grow with more steps."""
 TAPS = ("convolve", "input", "weight")
-"""Fields that are entries of `taps_triton.SHAPES`: most columns, warps, stages."""
+"""Fields that are entries of `taps_triton.SHAPES`: maximum columns, warps, stages."""
 FEWER = {"moments_values": 2048, "moments_warps": 4, "sums_values": 1024, "splits": 64, "reads_ahead": False}
 CHANGES: dict[str, dict[str, Any]] = {
     "chosen": {},
@@ -57,14 +57,14 @@ CHANGES: dict[str, dict[str, Any]] = {
 }
 """Fields of `CellSettings`, and entries of `SHAPES`, that differ from the chosen ones; the most important first."""
 MEASURED = {"nb201": tuple(CHANGES)[:6], "darts": tuple(CHANGES)[:4]}
-"""What is measured unless settings are named: as much as fits into two minutes with compiling."""
+"""Settings measured by default: as many as fit into two minutes, including compilation."""
 SEVERAL = ("chosen", "early launch")
-"""Settings that are also measured with several searches at once."""
+"""Settings that are also measured with several concurrent searches."""
 
 
 @contextmanager
 def changed(changes: dict[str, Any]) -> Iterator[None]:
-    """Within this context steps are captured with these changes."""
+    """Steps inside this context are captured with these changes."""
     shapes = triton_kernels("taps").SHAPES
     before = dict(shapes)
     shapes.update({name: tuple(value) for name, value in changes.items() if name in TAPS})
@@ -95,7 +95,7 @@ def compile_all_settings(settings: dict[str, Any], data: str, case: Case, sessio
 
 
 class Captured:
-    """A search with its own settings, whose step has been captured."""
+    """A search with separate settings, whose step has been captured."""
 
     def __init__(self, changes: dict[str, Any], data: str, case: Case, session: Any) -> None:
         from benchmarks.gpu import VARIANTS, made_search, started
@@ -139,7 +139,7 @@ def relative(mine: Tensor, theirs: Tensor) -> float:
 
 
 def steps(case: Case, settings: dict[str, Any], data: str, session: Any, rounds: int, end: float) -> list[Any]:
-    """A row for each setting; those for which no time is left are skipped."""
+    """One row per setting; settings are skipped when no time is left."""
     from benchmarks.gpu import forget
 
     compile_all_settings(settings, data, case, session)
@@ -179,7 +179,7 @@ def steps(case: Case, settings: dict[str, Any], data: str, session: Any, rounds:
 
 
 def rounding(case: Case, data: str) -> list[dict[str, Any]]:
-    """How far weights are after each of a few steps on a CPU if values changed by `UNIT` after normalisation, relative.
+    """Relative distance of weights after each of a few steps on a CPU if normalised values are changed by `UNIT`.
 
     Normalised values are computed in float32, changed and rounded to bfloat16.
     """
@@ -228,12 +228,14 @@ def main(arguments: list[str] | None = None) -> None:
     from softcell.engine.session import open_session
 
     parser = argparse.ArgumentParser(prog="python -m benchmarks.supernet", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--space", nargs=1, choices=("nb201", "darts"), help="one of both")
+    parser.add_argument("--space", nargs=1, choices=("nb201", "darts"), help="only this space (default: both)")
     parser.add_argument("--settings", nargs="*", help="names of CHANGES or JSON objects")
-    parser.add_argument("--rounds", type=int, default=40, help="timed steps of each")
-    parser.add_argument("--at-once", type=int, default=4, help="searches that share the device; 0: not measured")
-    parser.add_argument("--minutes", type=float, default=2.0, help="what no time is left for is left out")
-    parser.add_argument("--rounding", action="store_true", help="no times: what rounding does to weights, on a CPU")
+    parser.add_argument("--rounds", type=int, default=40, help="timed steps per setting")
+    parser.add_argument("--at-once", type=int, default=4, help="number of searches that share the device; 0: skip")
+    parser.add_argument("--minutes", type=float, default=2.0, help="time limit; remaining measurements are skipped")
+    parser.add_argument(
+        "--rounding", action="store_true", help="measure the effect of rounding on weights instead of times, on a CPU"
+    )
     parser.add_argument("--out", type=Path, help="where to write the JSON record")
     given = parser.parse_args(arguments)
     cases = {case.space: case for case in PAPER}
@@ -265,7 +267,7 @@ def main(arguments: list[str] | None = None) -> None:
             write()
             Console(width=110).print(shown([row for row in rows if row["space"] == space]))
             for name in (name for name in SEVERAL if name in settings and given.at_once):
-                # 9 of 60 seconds per minute: the time that the shares above leave.
+                # 9 of 60 seconds per minute: the time left by the shares above.
                 if time.monotonic() > end + 9 * given.minutes:
                     print(f"{space}, {name}, {given.at_once} at once: no time left", flush=True)
                     continue

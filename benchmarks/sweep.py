@@ -1,8 +1,8 @@
-"""`python -m benchmarks.sweep`: a sweep whose searches share a GPU, against the same sweep run sequentially.
+"""`python -m benchmarks.sweep`: a sweep whose searches share a GPU, compared with the same sweep run sequentially.
 
-Both run `softcell sweep` in separate processes, after a short one that compiles the kernels. "sweep" is the time of
-the whole command, including process start-up. "epochs" is the time of all epochs but the first, in which steps are
-captured: the sum over sequential searches, and the longest of the concurrent ones. On a CPU searches do not share a
+Both run `softcell sweep` in separate processes, after a short sweep that compiles the kernels. "sweep" is the time of
+the whole command, including process start-up. "epochs" is the time of all epochs except the first, in which steps are
+captured: the sum over sequential searches, or the maximum over concurrent ones. On a CPU searches do not share a
 process, and the result says nothing about a GPU.
 
 python -m benchmarks.sweep --jobs 4 --images 10000 --epochs 8 --out record.json
@@ -53,7 +53,7 @@ def sweep(folder: Path, plan: dict[str, Any], jobs: int) -> dict[str, Any]:
 
 
 def measured(search: dict[str, Any], jobs: int, images: int, say: Callable[[str], None]) -> dict[str, Any]:
-    """Both sweeps, and how much faster the second one is.
+    """Runs both sweeps and computes the speedup of the second one.
 
     images: if positive, the searches use that many random 32 × 32 images instead of `search["data"]`.
     """
@@ -89,7 +89,7 @@ def measured(search: dict[str, Any], jobs: int, images: int, say: Callable[[str]
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.sweep", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
-    parser.add_argument("--jobs", type=int, default=4, help="searches at once, and searches in all")
+    parser.add_argument("--jobs", type=int, default=4, help="number of searches, and of concurrent ones")
     parser.add_argument("--epochs", dest="rounds", type=int, default=20, help="epochs of each search")
     parser.add_argument("--data", default="digits", help="as in softcell search")
     parser.add_argument("--images", type=int, default=0, metavar="N", help="N random 32x32 images instead of --data")

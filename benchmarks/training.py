@@ -1,8 +1,8 @@
-"""`python -m benchmarks.training`: training steps of derived networks, three ways in one run.
+"""`python -m benchmarks.training`: training steps of derived networks, in three ways in one run.
 
-plain: the formulation of other toolkits (one module after the other, channels-first, float32, eager). modules: the same
-modules channels-last in bfloat16, recorded. fused: cells as one operation each, bfloat16, recorded. On a CPU: small
-networks next to plain PyTorch in both layouts (`benchmarks.training_cpu`).
+plain: the formulation of other toolkits (module by module, channels-first, float32, eager). modules: the same modules,
+channels-last in bfloat16, captured. fused: each cell as one operation, bfloat16, captured. On a CPU: small networks
+compared with plain PyTorch in both layouts (`benchmarks.training_cpu`).
 
 python -m benchmarks.training --rounds 20 --out record.json
 python -m benchmarks.training --network darts --way modules --way fused
@@ -34,7 +34,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Case:
-    """A network: its space, its training recipe, the size of images; without a genotype one is drawn with seed 0."""
+    """A network: its space, training recipe and image size; without a genotype, a random one is drawn with seed 0."""
 
     space: str
     recipe: str
@@ -55,7 +55,7 @@ def cases() -> dict[str, Case]:
 
 
 def measured(case: Case, ways: list[str], rounds: int, say: Callable[[str], None]) -> list[dict[str, Any]]:
-    """What a step costs, a row for each way."""
+    """The cost of a step, one row per way."""
     from benchmarks.gpu import forget, made_data, made_training, measure
     from softcell.arch import notation, sample
     from softcell.engine.session import open_session
@@ -83,15 +83,15 @@ def measured(case: Case, ways: list[str], rounds: int, say: Callable[[str], None
 
 def main() -> None:
     parser = step_options("python -m benchmarks.training", __doc__, rounds=20, one_size=True)
-    parser.add_argument("--network", action="append", choices=list(cases()), help="instead of all; may be repeated")
-    parser.add_argument("--way", action="append", choices=list(WAYS), help="instead of all; may be repeated")
+    parser.add_argument("--network", action="append", choices=list(cases()), help="run only this one; may be repeated")
+    parser.add_argument("--way", action="append", choices=list(WAYS), help="run only this one; may be repeated")
     options = parser.parse_args()
     device, threads = machine(parser, options)
     console = Console()
     if device.type != "cuda":
         if options.way or not set(options.network or ()) <= set(training_cpu.CASES):
             parser.error(f"on a CPU only {' and '.join(training_cpu.CASES)} are compared, in all ways: --device cuda")
-        keep_freed_memory()  # as every run on a CPU does; the plain ways gain from it too
+        keep_freed_memory()  # as in every run on a CPU; the plain ways benefit, too
         rows = [training_cpu.compared(name, options.rounds) for name in options.network or training_cpu.CASES]
         on_cpu = Table("network", "way", "CPU ms", "wall ms", title=f"one training step, {threads} CPU threads")
         for row in rows:

@@ -1,9 +1,9 @@
-"""Training steps of derived networks on a CPU next to plain PyTorch; the CPU part of `python -m benchmarks.training`.
+"""Training steps on a CPU, compared with plain PyTorch; the CPU part of `python -m benchmarks.training`.
 
 softcell: the step of `softcell train`. plain: the same network made of torch's own modules in an ordinary loop
-(`zero_grad`, `backward`, `clip_grad_norm_`, `step`), channels-first and channels-last. All three take turns in one
-process on the same batch, so that their ratios are robust to other load on the machine. Gathering and augmenting
-images, which would be the same in all three, are left out.
+(`zero_grad`, `backward`, `clip_grad_norm_`, `step`), channels-first and channels-last. All three alternate in one
+process on the same batch, so that their ratios are robust to other load on the machine. Gathering and augmenting images
+is excluded, since it would be the same in all three.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ PLAIN: dict[type[nn.Module], type[nn.Module]] = {
     DilatedDepthwise: nn.Conv2d,
     AveragePool: nn.AvgPool2d,
 }
-"""Modules of ours and those of torch that compute the same."""
+"""Our modules and the equivalent torch modules."""
 
 
 @dataclass(frozen=True)
 class Small:
-    """A derived network of a size that a CPU trains."""
+    """A derived network that is small enough to train on a CPU."""
 
     genotype: str
     settings: dict[str, Any]
@@ -62,7 +62,7 @@ def make_network(case: Small) -> Network:
 
 
 def plain_network(network: Network) -> Network:
-    """A copy of a network with torch's own modules in place of ours; values and weights are the same."""
+    """A copy of a network with torch's modules in place of ours; outputs and weights are the same."""
     twin = copy.deepcopy(network)
     for module in twin.modules():
         module.__class__ = PLAIN.get(type(module), type(module))
@@ -70,7 +70,7 @@ def plain_network(network: Network) -> Network:
 
 
 def steps_of(case: Small) -> dict[str, tuple[Network, Callable[[Tensor, Tensor], None]]]:
-    """By name a network and a function that makes one step of it; all begin with the same weights."""
+    """Named networks, each with a function that runs one training step; all start from the same weights."""
     network = make_network(case)
     first, last = plain_network(network), plain_network(network)
     last.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
@@ -100,7 +100,7 @@ def steps_of(case: Small) -> dict[str, tuple[Network, Callable[[Tensor, Tensor],
 
 
 def compared(name: str, rounds: int) -> dict[str, Any]:
-    """Medians of processor and wall time in milliseconds, and the best plain one over ours: above 1, ours is faster."""
+    """Median processor and wall times in milliseconds, and best plain time / ours: above 1, ours is faster."""
     case = CASES[name]
     steps = {way: step for way, (_, step) in steps_of(case).items()}
     generator = torch.Generator().manual_seed(1)
@@ -114,7 +114,7 @@ def compared(name: str, rounds: int) -> dict[str, Any]:
                 steps[way](images, labels)
             if number:  # the first step allocates
                 timings[way].append(watch.timing)
-        order = [*order[1:], order[0]]  # a step runs in the memory that the one before it has left
+        order = [*order[1:], order[0]]  # a step reuses the memory that the previous one freed
     ways = {
         way: {
             "cpu_ms": 1e3 * statistics.median(t.cpu_seconds for t in found),

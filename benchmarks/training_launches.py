@@ -2,9 +2,9 @@
 
     python -m benchmarks.training_launches --network nos
 
-Forward and backward pass, module by module and fused; optimiser, augmentation and loss are not counted. Kernels of
-Triton's are counted by their launches, which needs Triton, but no GPU (`benchmarks.launches` does the same for steps of
-a search). Operations on lists of tensors count as one.
+Forward and backward pass, module by module and fused; optimiser, augmentation and loss are not counted. Triton kernels
+are counted by their launches, which requires Triton but no GPU (`benchmarks.launches` does the same for search steps).
+Operations on lists of tensors count as one.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ CPU = torch.device("cpu")
 
 
 class _Program(torch.autograd.Function):
-    """Stand-in for a program of derived cells: counts its launches, computes with the twin, and has gradients of 0."""
+    """Stand-in for a program of derived cells: counts its launches, computes with the twin, gives zero gradients."""
 
     @staticmethod
     def forward(
@@ -114,7 +114,7 @@ def network_of(case: Case) -> Network:
 
 
 def launches(network: Network, size: int, *, fused: bool, training: bool = True) -> Counter[str]:
-    """Operations of one pass by name, in bfloat16 and with drop-path; in training the backward pass, too."""
+    """Operations of one pass by name, in bfloat16 and with drop-path; in training including the backward pass."""
     counter = _Counter()
     network.train(training).use_drop_path(0.3)
     images = torch.randn(2, 3, size, size).contiguous(memory_format=torch.channels_last)
@@ -127,7 +127,7 @@ def launches(network: Network, size: int, *, fused: bool, training: bool = True)
             (logits.float().sum() + (0.0 if auxiliary is None else auxiliary.float().sum())).backward()  # type: ignore[no-untyped-call]
 
     with _as_fused(counter) if fused else modules_only():
-        step()  # the first pass plans its cells
+        step()  # the first pass plans the cells
         counter.found.clear()
         with counter:
             step()

@@ -1,12 +1,12 @@
 """`python -m studies.run_method`: which method should `softcell run` search with?
 
-Each method searches as `softcell run` does (`studies.inherit.found_by_search`). Its cell, and a random one per seed,
-are trained with the recipe `fast` from random weights. Searching and training use the first `--images` of a random
-order of the dataset's training images; accuracies are measured on the next `--held`, which neither uses. The dataset's
-test images and the NAS-Bench-201 table are never read.
+Each method searches as `softcell run` does (`studies.inherit.found_by_search`). Its cell, and one random cell per seed,
+are trained with the recipe `fast` from random weights. Searches and training runs use the first `--images` of the
+dataset's shuffled training images; accuracies are measured on the next `--held` images, which neither uses. The
+dataset's test images and the NAS-Bench-201 table are never read.
 
-An epoch costs the methods about the same: SNAS uses all images for weights and architecture at once, DrNAS half of them
-for each. The rule, fixed before the first run: a method replaces another if its mean is higher by more than the
+An epoch costs about the same for all methods: SNAS uses all images for weights and architecture at once, DrNAS half of
+them for each. The rule was fixed before the first run: a method replaces another if its mean is higher by more than the
 standard error of their difference.
 
 python -m studies.run_method --data cifar10 --data-root DIR --images 3600 --held 2000 --side 16 --record rows.jsonl

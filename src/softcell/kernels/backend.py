@@ -1,4 +1,4 @@
-"""Which kernels run: Triton's where the tensors are on a GPU and Triton is installed, the plain twins elsewhere."""
+"""Selects kernels: Triton's for tensors on a GPU if Triton is installed, otherwise the plain PyTorch twins."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def has_triton() -> bool:
 
 @contextmanager
 def twins_only() -> Iterator[None]:
-    """Within this context no kernel of Triton's runs: for one-off work, compiling is not worth the time."""
+    """Disables Triton kernels inside this context, for one-off work that is not worth compiling for."""
     token = _TWINS_ONLY.set(True)
     try:
         yield
@@ -36,18 +36,18 @@ def twins_only() -> Iterator[None]:
 
 
 def runs_triton(x: Tensor) -> bool:
-    """Whether operations on `x` go to Triton. Its interpreter (`TRITON_INTERPRET=1`) also accepts CPU tensors."""
-    if not torch.compiler.is_compiling() and _TWINS_ONLY.get():  # the compiler cannot read this and does not need to
+    """Whether operations on `x` use Triton. Its interpreter (`TRITON_INTERPRET=1`) also accepts CPU tensors."""
+    if not torch.compiler.is_compiling() and _TWINS_ONLY.get():  # torch.compile cannot trace a context variable
         return False
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     return (x.device.type == "cuda" or interpreted) and x.dtype in (torch.float32, torch.bfloat16) and has_triton()
 
 
 def is_wanted(ctx: Any, number: int) -> bool:
-    """In a backward pass: whether the gradient of this tensor is needed, by its number among the forward's.
+    """Whether a backward pass needs the gradient of an input; `number` is its position among the tensor inputs.
 
-    `needs_input_grad` says only that the tensor requires a gradient, not that this pass computes it. torch does not
-    know this of leaves, so they count as needed.
+    `needs_input_grad` only shows that the tensor requires a gradient, not that this pass computes it. torch does not
+    report this for leaves, so they count as needed.
     """
     node = ctx.next_functions[number][0]
     if node is None:
@@ -56,16 +56,16 @@ def is_wanted(ctx: Any, number: int) -> bool:
 
 
 def padded(count: int, least: int = 16) -> int:
-    """The next power of two; at least `least`: 16 is the smallest side of a product of Triton's."""
+    """The next power of two, at least `least`; 16 is the smallest side that `tl.dot` supports."""
     return max(least, 1 << max(count - 1, 0).bit_length())
 
 
 def by_twin(
     twin: Callable[..., Sequence[Tensor]], given: Sequence[Tensor | None], grads: Sequence[Tensor | None]
 ) -> list[Tensor | None]:
-    """The gradients of `twin(*given)`; unlike those of a kernel, they can be differentiated again.
+    """The gradients of `twin(*given)`. Unlike a kernel's gradients, they can be differentiated again.
 
-    Each tensor counts as an independent input, even where one of them was computed from another.
+    Each tensor is treated as an independent input, even if one of them was computed from another.
     """
     own = [None if one is None else one.view_as(one) for one in given]
     known = [(y, grad) for y, grad in zip(twin(*own), grads, strict=True) if grad is not None]
@@ -77,7 +77,7 @@ def by_twin(
 
 @functools.cache
 def shared_memory(device: torch.device) -> int:
-    """Bytes of shared memory of a Triton program there; unlimited in its interpreter."""
+    """Bytes of shared memory available to a Triton program on this device; unlimited in the interpreter."""
     if device.type != "cuda":
         return 2**30
     from triton.runtime import driver  # type: ignore[import-not-found, unused-ignore]
@@ -88,19 +88,19 @@ def shared_memory(device: torch.device) -> int:
 
 @functools.cache
 def triton_kernels(family: str) -> ModuleType:
-    """The Triton half of a family of kernels; imported on first use, so that other code does not need Triton."""
+    """The Triton module of a kernel family, imported on first use so that other code does not need Triton."""
     return importlib.import_module(f"softcell.kernels.{family}_triton")
 
 
 def table(rows: tuple[tuple[int, ...], ...], device: torch.device) -> Tensor:
-    """Rows of numbers as int32 on the device; kept, since copying them each step would cost more than using them."""
+    """Rows of numbers as an int32 tensor on the device, cached because copying them in every step is expensive."""
     kept = kept_table(rows, device)
     kept.await_copy()
     return kept.tensor
 
 
 class KeptTable:
-    """A small tensor on its way to the device: the host does not synchronise, streams that use it wait."""
+    """A small tensor copied to the device asynchronously: streams that use it wait for the copy, the host does not."""
 
     def __init__(self, rows: tuple[tuple[int, ...], ...], device: torch.device) -> None:
         own = torch.tensor(rows, dtype=torch.int32)
@@ -114,13 +114,13 @@ class KeptTable:
         self._copied.record()
 
     def await_copy(self) -> None:
-        # Everything arrives before a capture begins, and a capture must not query outside events.
+        # All copies finish before a capture begins, and a capture must not query events recorded outside it.
         if self._on_gpu and torch.cuda.is_current_stream_capturing():
             _captured.add(self)
             return
         if self._copied is None:
             return
-        if current().early_launch:  # such kernels read tables before they wait for what precedes them
+        if current().early_launch:  # these kernels read tables before they wait for the preceding kernel
             self._copied.synchronize()
         if self._copied.query():  # type: ignore[no-untyped-call]
             self._copied = None
@@ -129,7 +129,7 @@ class KeptTable:
 
 
 _captured: set[KeptTable] = set()
-"""Never dropped, unlike others: a captured step keeps reading them, by an address that Python does not know."""
+"""Kept forever: a captured step reads these tables by address, which Python's reference counts do not see."""
 
 
 @functools.lru_cache(maxsize=4096)

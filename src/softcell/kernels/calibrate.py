@@ -2,10 +2,10 @@
 
     y[p] = base[p] (1 + a + s[p]) + Σ_t base[p + o_t] d_t
 
-for every sample and channel; a is a number per channel, s per position, d per channel and tap. Plain operations need a
-dozen launches forward and two dozen backward, many of them copies, since torch needs the samples of such a
-convolution folded into its channels. Triton's kernels read channels-last maps directly: one launch forward, two
-backward. `calibrate_reference` is the twin of `calibrate`.
+for every sample and channel; a has one value per channel, s one per position, d one per channel and tap. Plain
+operations need a dozen launches forward and two dozen backward. Many of them are copies, since torch needs the samples
+of such a convolution folded into its channels. The Triton kernels read channels-last maps directly, with one launch
+forward and two backward. `calibrate_reference` is the twin of `calibrate`.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ from softcell.kernels.backend import by_twin, runs_triton, triton_kernels
 
 
 def convolve(x: Tensor, kernels: Tensor, dilation: int = 1) -> Tensor:
-    """x ⊛ D: every channel of every sample with its own kernel, "same" padding.
+    """x ⊛ D: convolves every channel of every sample with a separate kernel, with "same" padding.
 
-    x [n, c, h, w], kernels [n, c, k, k] to [n, c, h, w]. The batch is folded into the groups of one convolution.
+    x [n, c, h, w] and kernels [n, c, k, k]; returns [n, c, h, w]. The batch is folded into the groups of one
+    convolution.
     """
     n, c, height, width = x.shape
     size = kernels.shape[-1]
@@ -35,8 +36,8 @@ def convolve(x: Tensor, kernels: Tensor, dilation: int = 1) -> Tensor:
 def calibrate(
     base: Tensor, channel: Tensor | None, spatial: Tensor | None, kernels: Tensor, dilation: int = 1
 ) -> Tensor:
-    """base [n, c, h, w], channel [n, c, 1, 1], spatial [n, 1, h, w], kernels [n, c, k, k] to a map like `base`."""
-    # torch.compile generates its own kernels from the plain form; ours would break its graph.
+    """Maps base [n, c, h, w], channel [n, c, 1, 1], spatial [n, 1, h, w], kernels [n, c, k, k] to [n, c, h, w]."""
+    # torch.compile generates kernels from the plain form; a Triton call here would break its graph.
     if torch.compiler.is_compiling() or not runs_triton(base) or kernels.shape[-1] % 2 == 0:
         return calibrate_reference(base, channel, spatial, kernels, dilation)
     return _Calibrate.apply(base, channel, spatial, kernels, dilation)  # type: ignore[no-any-return, no-untyped-call]
@@ -45,21 +46,22 @@ def calibrate(
 def calibrate_reference(
     base: Tensor, channel: Tensor | None, spatial: Tensor | None, kernels: Tensor | None, dilation: int = 1
 ) -> Tensor:
-    """The twin of `calibrate`; without kernels only attentions."""
-    # Kernels first, so that their backward pass comes last: the gradient of `base` then has the layout of `base`
-    # instead of the convolutions', which would slow down every preceding norm.
+    """The plain twin of `calibrate`; without kernels it applies only the attentions."""
+    # The convolution runs first, so that its backward pass runs last: the gradient of `base` then has the memory layout
+    # of `base`. The layout of the convolution would slow down every preceding norm.
     convolved = None if kernels is None else convolve(base, kernels, dilation)
     attentions = [a for a in (channel, spatial) if a is not None]
     value = base
     if attentions:
-        # As [n, h, w, c]: broadcast sums then have the layout of the maps. 1 is added where that is cheapest.
+        # Permuted to [n, h, w, c], so that broadcast sums have the layout of the maps. 1 is added to the smallest
+        # tensor.
         first, *rest = (a.permute(0, 2, 3, 1) for a in sorted(attentions, key=lambda one: one.numel()))
         value = base * sum(rest, start=1 + first).permute(0, 3, 1, 2)
     return value if convolved is None else value + convolved
 
 
 class _Calibrate(torch.autograd.Function):
-    """Triton's kernels."""
+    """`calibrate` by Triton kernels."""
 
     @staticmethod
     def forward(
@@ -74,7 +76,7 @@ class _Calibrate(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         base, channel, spatial, kernels = ctx.saved_tensors
-        if torch.is_grad_enabled():  # second derivatives: only the twin has them
+        if torch.is_grad_enabled():  # only the twin supports second derivatives
 
             def twin(own: Tensor, *more: Tensor | None) -> list[Tensor]:
                 return [calibrate_reference(own, more[0], more[1], more[2], ctx.dilation).to(own.dtype)]
@@ -91,7 +93,7 @@ class _Calibrate(torch.autograd.Function):
         n, c, *_, size = kernels.shape
         return (
             dbase.permute(0, 3, 1, 2),
-            # A factor of a whole channel is a kernel of one tap.
+            # A channel factor is a kernel with a single tap, the centre one.
             None if channel is None else taps[:, size * size // 2].to(channel.dtype).view(channel.shape),
             None if spatial is None else places.to(spatial.dtype).view(spatial.shape),
             taps.view(n, size, size, c).permute(0, 3, 1, 2).to(kernels.dtype),

@@ -1,7 +1,7 @@
 # mypy: ignore-errors
-"""Triton kernels of `calibrate`: programs have [PLACES, CB channels] of one sample; neighbours are read in place.
+"""Triton kernels of `calibrate`: a program processes [PLACES, CB channels] of one sample and reads neighbours in place.
 
-Sums are in float32. Kernels [n, c, k, k] may have any memory layout.
+Sums are accumulated in float32. Kernels [n, c, k, k] may have any memory layout.
 """
 
 import torch
@@ -17,7 +17,7 @@ NUMBERS = ["height", "width", "k_n", "k_c", "k_y", "k_x"]
 
 @triton.jit
 def _shifted(x_ptr, n, p, c, ok, dy, dx, height, width, C: tl.constexpr):
-    """[PLACES, CB]: the values dy rows below and dx columns right of each place; 0 outside the map."""
+    """[PLACES, CB]: the values dy rows below and dx columns to the right of each position; 0 outside the map."""
     row, column = p // width + dy, p % width + dx
     inside = (row >= 0) & (row < height) & (column >= 0) & (column < width)
     at = ((n * height + row).to(tl.int64) * width + column) * C
@@ -42,7 +42,7 @@ def _apply(
     C: tl.constexpr, CB: tl.constexpr, SIZE: tl.constexpr, DILATION: tl.constexpr, CHANNEL: tl.constexpr,
     SPATIAL: tl.constexpr, BACK: tl.constexpr, PLACES: tl.constexpr,
 ):  # fmt: skip
-    """What `calibrate` does to x; BACK: by flipped kernels, and also the gradients of s, x being the output's."""
+    """Calibrates x. With BACK, x is the output gradient, kernels are flipped, and the gradient of s is computed too."""
     n, places = tl.program_id(1), height * width
     p, c = tl.program_id(0) * PLACES + tl.arange(0, PLACES), tl.arange(0, CB)
     ok = (p < places)[:, None] & (c < C)[None, :]
@@ -67,7 +67,7 @@ def _taps(
     dy_ptr, base_ptr, taps_ptr, height, width,
     C: tl.constexpr, CB: tl.constexpr, SIZE: tl.constexpr, DILATION: tl.constexpr, PLACES: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of one tap of one sample's kernels, a sum over all places: taps [n, k², c]."""
+    """The gradient of one tap of one sample's kernels, summed over all positions: taps [n, k², c]."""
     t, n = tl.program_id(0), tl.program_id(1)
     places = height * width
     c = tl.arange(0, CB)
@@ -82,7 +82,7 @@ def _taps(
 
 
 def _blocks(c):
-    """Channels and places of a tile."""
+    """Channels and positions of a tile."""
     channels = padded(c, 1)
     return {"CB": channels, "PLACES": max(16, TILE // channels)}
 
@@ -90,7 +90,7 @@ def _blocks(c):
 def _run(x, base, channel, spatial, kernels, dilation, places=None):
     n, h, w, c = x.shape
     y = torch.empty_like(x)
-    # x takes the place of pointers that the kernel does not read.
+    # x is a placeholder for pointers that the kernel does not read.
     factors = [x if one is None else one.contiguous() for one in (channel, spatial)]
     blocks = _blocks(c)
     _apply[(triton.cdiv(h * w, blocks["PLACES"]), n)](
@@ -103,7 +103,7 @@ def _run(x, base, channel, spatial, kernels, dilation, places=None):
 
 
 def forward(x, channel, spatial, kernels, dilation):
-    """x [n, h, w, c] to the same."""
+    """x [n, h, w, c]; returns a tensor of the same shape."""
     return _run(x, x, channel, spatial, kernels, dilation)
 
 

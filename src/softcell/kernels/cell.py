@@ -1,9 +1,9 @@
 """A whole mixed cell as one operation: every candidate of every edge, normalised, weighted and summed into nodes.
 
-A `Program` says which planes of one buffer [planes, n, h, w, c] hold what: the nodes first, then every candidate's
-value before its norm. Waves follow the order of the nodes: the input nodes' candidates run together, then those of each
-inner node once its value is known. The backward pass keeps that buffer and its statistics, and recomputes ReLU, norm
-and mixing where it needs them.
+A `Program` assigns the planes of one buffer [planes, n, h, w, c]: first the nodes, then every candidate's value before
+its norm. Waves follow the order of the nodes: the candidates of all input nodes run together, then those of each inner
+node once its value is known. The backward pass keeps this buffer and its statistics, and recomputes ReLU, norm and
+mixing where needed.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ from softcell.kernels.taps import (
 class Wave:
     """Everything that runs once the values of `sources` are known.
 
-    `first`: convolutions of the sources. `inner`: their planes that are normalised in place and convolved again by
-    `second`. `measured`, `measured_second`: the planes that a norm follows. `identities`: per source the
-    (target, mixing weight, choice) of its identities.
+    `first`: convolutions of the sources. `inner`: those of their output planes that are normalised in place and
+    convolved again by `second`. `measured`, `measured_second`: the planes that are followed by a norm. `identities`:
+    for each source, (target, mixing weight, choice) of its identities.
     """
 
     sources: tuple[int, ...]
@@ -65,9 +65,9 @@ class Wave:
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """A cell of `nodes` nodes, the first `inputs` given; node i is plane i.
+    """A cell of `nodes` nodes, the first `inputs` of which are given; node i is plane i.
 
-    `stride` is that of all outgoing operations of an input node. `terms[j]` are the inputs of node inputs + j. `size`
+    `stride` applies to all outgoing operations of the input nodes. `terms[j]` are the inputs of node inputs + j. `size`
     is the length of the flat weights, `slots` the number of maximum pools. `results` are the returned planes: the inner
     nodes, or separate candidates; those in `finished` are normalised in place.
     """
@@ -101,12 +101,12 @@ def mixed_cell(
 ) -> tuple[list[Tensor], Tensor]:
     """Values of the program's results, each [n, c, h', w'] channels-last, and the planes' statistics [3, planes, c].
 
-    dtype: what to compute and keep values in; sums are float32 or wider. mix [weights], or ones, scales and shifts
-    [1 + 2 · norms, c] (`softcell.kernels.norm`), and weights [size], flat, in float32 or wider; running [2, planes, c]:
-    mean and variance to normalise by, or None for those of the batch; factors [choices, n] float32: what drop-path
-    scales each choice of each sample by, or None; states: the input nodes, [n, c, h, w]. The statistics are mean,
-    1/√(variance + eps) and biased variance; they carry no gradient, and those of planes without a norm are undefined.
-    shared: merges the statistics of a batch over all ranks, by one collective per norm group.
+    dtype: of computation and stored values; sums are float32 or wider. mix [weights], or ones, scales and shifts [1 + 2
+    · norms, c] (`softcell.kernels.norm`), and weights [size], flat, in float32 or wider; running [2, planes, c]: mean
+    and variance to normalise with, or None to use batch statistics; factors [choices, n] float32: drop-path's scale for
+    each choice and sample, or None; states: the input nodes, [n, c, h, w]. The statistics are mean, 1/√(variance + eps)
+    and biased variance; they have no gradient and are undefined for planes without a norm. shared: merges batch
+    statistics over all ranks with one collective per norm group.
     """
     *nodes, moments = _MixedCell.apply(  # type: ignore[no-untyped-call]
         program, dtype, shared, mix, weights, running, factors, *states
@@ -124,7 +124,7 @@ def mixed_cell_reference(
     *states: Tensor,
     shared: SharedRows | None = None,
 ) -> tuple[list[Tensor], Tensor]:
-    """The literal twin of `mixed_cell`, by plain autograd."""
+    """The plain twin of `mixed_cell`, differentiated by autograd."""
     height, width = (-(-s // program.stride) for s in states[0].shape[2:])
     planes: dict[int, Tensor] = {i: state.permute(0, 2, 3, 1).to(dtype) for i, state in enumerate(states)}
     weights = weights.to(dtype)
@@ -193,7 +193,7 @@ class _MixedCell(torch.autograd.Function):
         out_height, out_width = -(-height // program.stride), -(-width // program.stride)
         wide = torch.promote_types(dtype, torch.float32)
         buffer = weights.new_empty(program.planes, n, out_height, out_width, c)
-        # Without strides input nodes have the size of all others and are the first planes of the buffer.
+        # Without strides, input nodes are as large as all other nodes and occupy the first planes of the buffer.
         given = buffer if program.stride == 1 else weights.new_empty(program.inputs, n, height, width, c)
         for i, state in enumerate(states):
             given[i].copy_(state.permute(0, 2, 3, 1))
@@ -202,7 +202,7 @@ class _MixedCell(torch.autograd.Function):
         partial: Tensor | None = None
         if running is None:
             partial = weights.new_empty(2, tiles(rows), program.planes, c, dtype=wide)
-            moments = weights.new_empty(3, program.planes, c, dtype=wide)  # read only where a norm follows
+            moments = weights.new_empty(3, program.planes, c, dtype=wide)  # read only for planes followed by a norm
         else:
             mean, variance = running
             moments = torch.stack([mean, torch.rsqrt(variance + program.eps), variance]).to(wide)
@@ -247,13 +247,13 @@ class _MixedCell(torch.autograd.Function):
             return _differentiable_backward(program, ctx.dtype, shared, grads[:-1], leaves, constants)
         gradient = torch.empty_like(buffer)
         given_gradient = gradient if program.stride == 1 else torch.empty_like(given)
-        mix_wanted = is_wanted(ctx, 0)  # tensors are mix, weights, states; in weight steps the mix needs no gradient
+        mix_wanted = is_wanted(ctx, 0)  # inputs: mix, weights, states; weight steps need no mix gradient
         mix_gradient: Tensor | None = None
-        if program.terms:  # weights of `none` are written by no kernel, every scale and shift is
+        if program.terms:  # no kernel writes weights of `none`; all scales and shifts are written
             mix_gradient = torch.zeros_like(mix) if mix_wanted and mix.dim() == 1 else torch.empty_like(mix)
         arrived = dict(zip(program.results, grads[:-1], strict=True))
         for plane in (plane for plane, own in arrived.items() if own is None):
-            if plane >= program.nodes or program.wave_of(plane) is None:  # else the wave writes it first
+            if plane >= program.nodes or program.wave_of(plane) is None:  # otherwise the wave writes it first
                 gradient[plane].zero_()
         given_grads = {plane: own.permute(0, 2, 3, 1) for plane, own in arrived.items() if own is not None}
         if given_grads:
@@ -264,7 +264,7 @@ class _MixedCell(torch.autograd.Function):
             if shared is not None:
                 partial = shared.merge_tiles(partial, planes)
             normalise_gradient(partial, buffer, gradient, moments, planes, by_batch=ctx.by_batch)
-        # A node's gradient is complete once all its readers have added to it; then it is passed to its inputs.
+        # A node's gradient is complete once all its readers have added to it; only then is it propagated to its inputs.
         for node in reversed(range(program.nodes)):
             wave = program.wave_of(node)
             if wave is not None and node == wave.sources[-1]:
@@ -309,9 +309,9 @@ def _leave(
     *,
     adds: bool,
 ) -> None:
-    """From the gradients of all outgoing operations of a wave's sources to those of the sources.
+    """Computes the gradients of a wave's sources from those of all their outgoing operations.
 
-    adds: the sources' gradients already hold something, to be kept.
+    adds: accumulate into the sources' gradients instead of overwriting them.
     """
     c = buffer.shape[-1]
     if wave.second:
@@ -326,7 +326,7 @@ def _leave(
     input_gradient(gradient, weights, sums, parts)
     leaving = []
     for source, identities in zip(wave.sources, wave.identities, strict=True):
-        # Parts are ordered by source (`shares`), so those of one source are a range.
+        # Parts are ordered by source (`shares`), so the parts of one source are contiguous.
         own = [i for i, part in enumerate(parts) if part.group.source == source]
         pooled = next((p for p in wave.pools if p.source == source), None)
         leaving.append(Leaving(source, own[0] if own else 0, len(own), identities, pooled, adds))
@@ -334,7 +334,7 @@ def _leave(
 
 
 def _room_for_sums(buffer: Tensor, moments: Tensor) -> Tensor:
-    """[2, tiles, planes, c]: two sums of every tile of rows."""
+    """Buffer [2, tiles, planes, c] for two sums per tile of rows."""
     planes, n, height, width, c = buffer.shape
     return moments.new_empty(2, tiles(n * height * width), planes, c)
 
@@ -347,7 +347,7 @@ def _differentiable_backward(
     leaves: Sequence[Tensor],
     constants: tuple[Tensor | None, Tensor | None],
 ) -> tuple[Tensor | None, ...]:
-    """With create_graph the twin runs again: its gradient can be differentiated once more, a kernel's cannot."""
+    """Reruns the twin for create_graph: its gradient can be differentiated again, that of a kernel cannot."""
 
     def twin(mix: Tensor, weights: Tensor, *states: Tensor) -> Sequence[Tensor]:
         return mixed_cell_reference(program, dtype, mix, weights, *constants, *states, shared=shared)[0]

@@ -1,4 +1,4 @@
-"""The kernels that `taps` reads, made from the factors that modules hold, and back.
+"""Composes the dense kernels read by `taps` from the modules' weight factors, and computes the factors' gradients.
 
 A *recipe* describes one convolution's kernel [c_out, taps, c_in] by the positions of its factors in one flat vector:
 
@@ -6,7 +6,7 @@ A *recipe* describes one convolution's kernel [c_out, taps, c_in] by the positio
     halves    matrix[o, c] at the first tap for the first half of the outputs, at the last tap for the others
     copy      the kernel itself
 
-Each function has a `_reference` twin in plain PyTorch.
+Each function has a plain PyTorch twin named `_reference`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Kind(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """`matrix`: offset of the pointwise factor, the halves' matrix or the kernel; `depthwise`: that of [c, taps]."""
+    """`matrix`: offset of the pointwise factor, the halves' matrix or the kernel; `depthwise`: offset of [c, taps]."""
 
     kind: Kind
     taps: int
@@ -39,7 +39,7 @@ class Recipe:
 
 
 def compose(factors: Tensor, out: Tensor, recipes: Sequence[Recipe], channels: int) -> None:
-    """factors [any] to out [size], both flat."""
+    """Writes kernels to out [size] from factors [any], both flat."""
     kernel = triton_kernels("compose").compose if runs_triton(factors) else compose_reference
     kernel(factors, out, recipes, channels)
 
@@ -53,7 +53,7 @@ def compose_reference(factors: Tensor, out: Tensor, recipes: Sequence[Recipe], c
 def compose_gradient(
     factors: Tensor, gradient: Tensor, factor_gradient: Tensor, recipes: Sequence[Recipe], channels: int
 ) -> None:
-    """From gradient [size] of `compose`'s result to factor_gradient, laid out like `factors`."""
+    """Writes factor_gradient, laid out like `factors`, from the gradient [size] of `compose`'s result."""
     kernel = triton_kernels("compose").compose_gradient if runs_triton(factors) else compose_gradient_reference
     kernel(factors, gradient, factor_gradient, recipes, channels)
 
@@ -61,7 +61,7 @@ def compose_gradient(
 def compose_gradient_reference(
     factors: Tensor, gradient: Tensor, factor_gradient: Tensor, recipes: Sequence[Recipe], channels: int
 ) -> None:
-    # A backward pass runs without gradients, which this needs.
+    # A backward pass runs with gradients disabled, but this needs them.
     with torch.enable_grad():
         probe = factors.detach().requires_grad_()
         kernels = [_kernel(probe, r, channels).flatten() for r in recipes]
@@ -70,7 +70,7 @@ def compose_gradient_reference(
 
 
 def _kernel(factors: Tensor, r: Recipe, c: int) -> Tensor:
-    """[c_out, taps, c_in]; differentiable."""
+    """The kernel [c_out, taps, c_in]; differentiable."""
     if r.kind is Kind.COPY:
         return factors[r.matrix : r.matrix + c * r.taps * c].view(c, r.taps, c)
     matrix = factors[r.matrix : r.matrix + c * c].view(c, 1, c)
@@ -83,5 +83,5 @@ def _kernel(factors: Tensor, r: Recipe, c: int) -> Tensor:
 
 
 def flat_kernels(factors: Tensor, recipes: Sequence[Recipe], channels: int) -> Tensor:
-    """`compose` by plain autograd, for derivatives of any order."""
+    """`compose` in plain PyTorch, for derivatives of any order."""
     return torch.cat([_kernel(factors, r, channels).flatten() for r in sorted(recipes, key=lambda r: r.target)])

@@ -1,7 +1,7 @@
 # mypy: ignore-errors
 """Triton kernels of `compose`: one program per convolution and block of output channels, or per tap.
 
-Products and sums are formed in float32, whatever factors and gradients are kept in.
+Products and sums are computed in float32, whatever the dtype of factors and gradients.
 """
 
 import triton
@@ -18,7 +18,7 @@ def _compose(factors_ptr, out_ptr, recipes_ptr, C: tl.constexpr, CB: tl.constexp
     o = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     c = tl.arange(0, CB)
     ok = (o < C)[:, None] & (c < C)[None, :]
-    # Kinds are those of `Kind`: 0 a product, 1 halves, 2 a copy.
+    # Values of `Kind`: 0 product, 1 halves, 2 copy.
     dense = tl.load(factors_ptr + matrix + (o * C)[:, None] + c[None, :], mask=ok & (kind < 2), other=0.0).to(
         tl.float32
     )

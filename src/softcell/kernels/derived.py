@@ -1,18 +1,18 @@
 """A cell of a derived network as one operation: preprocessing, convolutions, norms, drop-path and sums into nodes.
 
-Every map is a *plane*. A plane keeps what a convolution left, y [rows, c], and its value is z = a · y + b with a and b
-per channel: batch-norm is applied wherever the plane is read and never costs a pass of its own. Nodes have a = 1, b = 0
-and lie side by side in one buffer [rows, nodes · c], which is the concatenated output of the cell. Inputs that are not
-preprocessed have a = 1, b = 0 too: such a program is a part of a cell, whose other parts ran before.
+Every map is a *plane*. A plane stores the output of a convolution, y [rows, c], and its value is z = a · y + b with a
+and b per channel: batch-norm is applied wherever the plane is read, without a separate pass. Nodes have a = 1, b = 0
+and are adjacent in one buffer [rows, nodes · c], which is the concatenated output of the cell. Inputs that are not
+preprocessed also have a = 1, b = 0: such a program is one part of a cell, and the other parts ran before.
 
-The convolutions are *stages*: ReLU of a plane, a depthwise k×k convolution (none where k = 1), a pointwise one. The
-depthwise result is not kept for the backward pass. With the gradient g of a value z and m rows,
+The convolutions are *stages*: ReLU of a plane, a depthwise k×k convolution (skipped if k = 1), a pointwise convolution.
+The depthwise result is not kept for the backward pass. With the gradient g of a value z and m rows,
 
     ∂y = a · (g − Σg / m − ŷ · Σ(g·ŷ) / m),   ŷ = (y − mean) · rstd,   ∂γ = Σ g·ŷ,   ∂β = Σ g
 
-is linear in g and y, so the gradient of a norm, too, is applied wherever a plane's gradient is read.
+is linear in g and y, so the gradient of a norm is also applied wherever a plane's gradient is read.
 
-`derived_cell_reference` is the literal twin by plain autograd. The passes by Triton are in `derived_triton`.
+`derived_cell_reference` is the plain twin, differentiated by autograd. The Triton passes are in `derived_triton`.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class Pooling:
-    """A 3×3 pool of the value of plane `source` into `plane`; of a maximum, `slot` has the winning taps."""
+    """A 3×3 pool of the value of plane `source` into `plane`; a maximum stores its winning taps in `slot`."""
 
     source: int
     plane: int
@@ -82,7 +82,7 @@ class NodeInput:
 
 @dataclass(frozen=True, slots=True)
 class Norm:
-    """The batch-norm of a plane: offsets of its scale and shift in the flat parameters, NONE where it has none."""
+    """The batch-norm of a plane: offsets of scale and shift in the flat parameters, or NONE without them."""
 
     plane: int
     scale: int
@@ -91,9 +91,9 @@ class Norm:
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """What runs once the values of `sources` are known: stages that read them, then stages that read those, and pools.
+    """Everything that runs once the values of `sources` are known: stages, the stages that follow them, and pools.
 
-    `measured` and `measured_second` are the planes with a norm that the first stages (and pools) and the second fill.
+    `measured` are the planes with a norm written by the first stages and pools, `measured_second` those of the second.
     """
 
     sources: tuple[int, ...]
@@ -108,8 +108,8 @@ class Round:
 class Derived:
     """A cell of `inputs` preprocessed inputs (planes 0…), `nodes` inner nodes (the next planes) and further planes.
 
-    `preprocess` reads the input tensors; if it is empty, they are the first planes themselves. Inner node j sums
-    `node_inputs[j]`; `paths` counts the factors of drop-path.
+    `preprocess` reads the input tensors; if it is empty, the input tensors are the first planes. Inner node j sums
+    `node_inputs[j]`; `paths` is the number of drop-path factors.
     """
 
     channels: int
@@ -127,7 +127,7 @@ class Derived:
     _hash: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        # Every pass looks its schedule up by the program, and hashing hundreds of numbers takes as long as a kernel.
+        # Cached: every pass uses the program as a key, and hashing hundreds of numbers takes as long as a kernel.
         values = tuple(getattr(self, one.name) for one in fields(self) if one.init)
         object.__setattr__(self, "_hash", hash(values))
 
@@ -139,7 +139,7 @@ class Derived:
 
     @property
     def is_raw(self) -> bool:
-        """Whether the input tensors are the values of the first planes, as they are."""
+        """Whether the input tensors are the values of the first planes, without preprocessing."""
         return not self.preprocess
 
     @property
@@ -147,16 +147,16 @@ class Derived:
         return range(self.inputs, self.inputs + self.nodes)
 
     def round_of(self, plane: int) -> Round | None:
-        """The round that follows `plane`: that of the inputs follows the last of them."""
+        """The round that follows `plane`; the round of the inputs follows the last input."""
         return next((r for r in self.rounds if plane == r.sources[-1]), None)
 
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """What decides about the launches of a pass besides the program.
+    """Everything that determines the launches of a pass, apart from the program.
 
     shapes: of the input tensors, [n, h_i, w_i, c_i]. known: norms use given statistics. drops: drop-path is active.
-    rank, ranks: this rank and the number of those that share norms, 0 if each has its own.
+    rank, ranks: this rank and the number of ranks that share norms, 0 if norms are local.
     """
 
     dtype: torch.dtype
@@ -177,7 +177,7 @@ class Form:
         drops: bool,
         shared: bool,
     ) -> Form:
-        """shared: whether all ranks of the process group share norms, which they do in training alone."""
+        """shared: whether all ranks of the process group share norms, which is only the case in training."""
         place = (dist.get_rank(), dist.get_world_size()) if shared and not known else (0, 0)
         return Form(dtype, tuple(map(tuple, shapes)), num_parameters, known, drops, *place)
 
@@ -197,11 +197,11 @@ def derived_cell(
 ) -> tuple[Tensor, Tensor]:
     """The concatenated nodes [n, nodes · c, h', w'], channels-last, and the planes' statistics [3, planes, c].
 
-    dtype: what maps are kept in; sums are float32. parameters [size] float32, flat; running [2, planes, c]: mean and
-    variance to normalise by, None for those of the batch; factors [paths, n] float32 or None; states: the input
-    tensors [n, c_i, h_i, w_i]. Statistics are mean, 1/√(variance + eps) and unbiased variance (as running statistics
-    keep it), without gradient. shared: those of a batch are of the rows of all ranks, which merge them by one
-    collective per norm group, forward and backward.
+    dtype: of stored maps; sums are float32. parameters [size] float32, flat; running [2, planes, c]: mean and variance
+    to normalise with, or None to use batch statistics; factors [paths, n] float32 or None; states: the input tensors
+    [n, c_i, h_i, w_i]. Statistics are mean, 1/√(variance + eps) and unbiased variance (as stored in running
+    statistics), without gradient. shared: batch statistics cover the rows of all ranks and are merged by one collective
+    per norm group, forward and backward.
     """
     given = (program, dtype, shared, False, parameters, running, factors, *states)
     out, moments = _DerivedCell.apply(*given)  # type: ignore[no-untyped-call]
@@ -217,9 +217,9 @@ def derived_nodes(
     *states: Tensor,
     shared: bool = False,
 ) -> tuple[list[Tensor], Tensor]:
-    """`derived_cell` with the nodes one by one, each [n, c, h', w'] with gaps between pixels.
+    """`derived_cell` that returns the nodes separately, each [n, c, h', w'], strided because they share a buffer.
 
-    Their gradients are copied once. Those of parts of a concatenation would be put together before.
+    Node gradients are copied once. Slicing a concatenated output instead would first assemble them into one tensor.
     """
     given = (program, dtype, shared, True, parameters, running, factors, *states)
     *nodes, moments = _DerivedCell.apply(*given)  # type: ignore[no-untyped-call]
@@ -235,7 +235,7 @@ def derived_nodes_reference(
     *states: Tensor,
     shared: bool = False,
 ) -> tuple[list[Tensor], Tensor]:
-    """The literal twin of `derived_nodes`."""
+    """The plain twin of `derived_nodes`."""
     out, moments = derived_cell_reference(program, dtype, parameters, running, factors, *states, shared=shared)
     return list(torch.split(out, program.channels, 1)), moments
 
@@ -249,7 +249,7 @@ def derived_cell_reference(
     *states: Tensor,
     shared: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """The literal twin of `derived_cell`, by plain autograd; differentiable any number of times."""
+    """The plain twin of `derived_cell`, by autograd; differentiable any number of times."""
     c = program.channels
     norms = {norm.plane: norm for norm in program.norms}
     moments = torch.zeros(3, program.planes, c, dtype=parameters.dtype, device=parameters.device)
@@ -322,12 +322,12 @@ def derived_cell_reference(
 
 
 def _apply(stage: Stage, x: Tensor, parameters: Tensor) -> Tensor:
-    """One stage by PyTorch's convolutions: x [n, fan_in, h, w] to [n, width, ⌈h/s⌉, ⌈w/s⌉]."""
+    """One stage with PyTorch convolutions: x [n, fan_in, h, w]; returns [n, width, ⌈h/s⌉, ⌈w/s⌉]."""
     matrix = parameters[stage.matrix : stage.matrix + stage.width * stage.fan_in].view(stage.width, stage.fan_in, 1, 1)
     x = F.relu(x)
     size = [-(-length // stage.stride) for length in x.shape[2:]]
     reach = (stage.size - 1) * stage.dilation + 1
-    # Padding after the last row and column; negative where windows end before them.
+    # Padding after the last row and column; negative if the last window ends before them.
     after = [
         (s - 1) * stage.stride + reach - length - stage.padding for s, length in zip(size, x.shape[2:], strict=True)
     ]
@@ -354,7 +354,7 @@ class _DerivedCell(torch.autograd.Function):
         factors: Tensor | None,
         *states: Tensor,
     ) -> tuple[Tensor, ...]:
-        # What is not preprocessed is copied into the buffer, from any layout.
+        # Inputs that are not preprocessed are copied into the buffer, from any layout.
         is_raw = program.is_raw
         inputs = [state.permute(0, 2, 3, 1) if is_raw else _rows_last(state, dtype) for state in states]
         shapes, known, drops = [x.shape for x in inputs], running is not None, factors is not None
@@ -383,7 +383,7 @@ class _DerivedCell(torch.autograd.Function):
         parameters, running, factors, *kept = ctx.saved_tensors
         inputs = [] if program.is_raw else kept[: program.inputs]
         kept = kept[len(inputs) :]
-        gradients = arrived[:-1]  # the last is of the statistics
+        gradients = arrived[:-1]  # the last one belongs to the statistics
         if all(gradient is None for gradient in gradients):
             return (None,) * (7 + program.inputs)
         if torch.is_grad_enabled():
@@ -393,7 +393,7 @@ class _DerivedCell(torch.autograd.Function):
         tensors |= {
             f"{name}_gradient": torch.empty_like(tensors[name]) for name in ("buffer", "given") if name in tensors
         }
-        # The nodes lie side by side at the start of the buffer, and so do their gradients.
+        # The nodes are adjacent at the start of the buffer, and so are their gradients.
         (n, height, width, _), stride = ctx.shapes[-1], program.stride
         shape = (n, -(-height // stride), -(-width // stride), program.nodes * program.channels)
         nodes = tensors["buffer_gradient"][: math.prod(shape)].view(shape)
@@ -409,35 +409,35 @@ class _DerivedCell(torch.autograd.Function):
 
 
 _KEPT = ("given", "buffer", "state", "winners", "depths", "depthwise")
-"""What a forward pass leaves for the backward pass.
+"""Tensors that a forward pass saves for the backward pass.
 
-Without strides `given` is part of `buffer`; `depthwise` is there where `Pass.by_factors` needs it.
+Without strides, `given` is part of `buffer`; `depthwise` is only present if `Pass.by_factors` needs it.
 """
 
 
 def _named(
     parameters: Tensor, running: Tensor | None, factors: Tensor | None, inputs: Sequence[Tensor]
 ) -> dict[str, Tensor]:
-    """What a schedule is given, by name; kernels rely on addresses that are multiples of 16."""
+    """Input tensors of a schedule, by name; kernels rely on addresses that are multiples of 16."""
     named = {"parameters": parameters, "running": running, "factors": factors}
     named |= {f"input{i}": x for i, x in enumerate(inputs)}
     return {name: x if x.data_ptr() % 16 == 0 else x.clone() for name, x in named.items() if x is not None}
 
 
 def _rows_last(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """x [n, c, h, w] as a dense [n, h, w, c] of `dtype`; a view where it is channels-last already."""
+    """x [n, c, h, w] as a dense [n, h, w, c] of `dtype`; a view if it is already channels-last."""
     return x.permute(0, 2, 3, 1).to(dtype).contiguous()
 
 
 @functools.lru_cache(maxsize=1024)
 def interned(program: Derived) -> Derived:
-    """The first program that equals this one: cells of one width share it, and are found without a comparison."""
+    """A canonical instance of an equal program: cells of one width share it, so that lookups compare identities."""
     return program
 
 
 @functools.cache
 def consumers(program: Derived) -> dict[int, tuple[int, int]]:
-    """By plane the one node that reads it and its number among the inputs; planes of inner stages have none."""
+    """Maps each plane to the node that reads it and its position among that node's inputs; inner stages have none."""
     return {
         one.plane: (j, i)
         for j, inputs in enumerate(program.node_inputs)
@@ -447,7 +447,7 @@ def consumers(program: Derived) -> dict[int, tuple[int, int]]:
 
 
 def norm_groups(program: Derived) -> tuple[list[int], list[int]]:
-    """How many norms are merged over ranks together, by collective, in the kernels' order: forward and backward."""
+    """Number of norms merged by each collective, in the order of the kernels: forward and backward."""
     inner = [len(planes) for r in program.rounds for planes in (r.measured, r.measured_second) if planes]
     normed = {norm.plane for norm in program.norms} - set(range(program.inputs))
     preprocessed = 0 if program.is_raw else program.inputs

@@ -1,8 +1,8 @@
 # mypy: ignore-errors
-"""Triton kernels of `derived` that take values one by one, where columns and channels of a line are one axis.
+"""Elementwise Triton kernels of `derived` that treat the columns and channels of a line as one axis.
 
-No thread is idle where a block of channels is not filled, and a program computes the places of its values once for all
-its lines. Sums into nodes and over gradients that arrive there were slower this way than pixel by pixel
+No thread is idle when a block of channels is only partly filled, and a program computes the positions of its values
+once for all its lines. Sums into nodes and sums over their gradients were slower this way than pixel by pixel
 (benchmarks/NOTES.md, row 20).
 """
 
@@ -15,7 +15,7 @@ def _activate_lines(
     x_ptr, coefficients_ptr, to_ptr, jobs_ptr, samples, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, BORDER: tl.constexpr,
     x_size, to_size, planes, C: tl.constexpr, PITCH: tl.constexpr, LINES: tl.constexpr, FLAT: tl.constexpr,
 ):  # fmt: skip
-    """`_activate`, LINES of a map with its border and FLAT values of each."""
+    """`_activate` for LINES of a map including its border, FLAT values of each."""
     job = jobs_ptr + tl.program_id(1) * 4
     unit, column, distance, plane = tl.load(job), tl.load(job + 1) * C, tl.load(job + 2) * C, tl.load(job + 3)
     wide: tl.constexpr = WIDTH + 2 * BORDER
@@ -46,7 +46,7 @@ def _pull_lines(
     planes, to_size, C: tl.constexpr, PITCH: tl.constexpr, LINES: tl.constexpr, FLAT: tl.constexpr,
     DROPS: tl.constexpr,
 ):  # fmt: skip
-    """∂y of whole planes, dense [rows, PITCH]: gradients before their norms."""
+    """∂y of whole planes, dense [rows, PITCH]: gradients with respect to the inputs of their norms."""
     job = jobs_ptr + tl.program_id(1) * 7
     g_unit, g_column, distance, path = tl.load(job), tl.load(job + 1) * C, tl.load(job + 2) * C, tl.load(job + 3)
     y_unit, plane = tl.load(job + 4), tl.load(job + 5)
@@ -68,6 +68,6 @@ def _pull_lines(
     slope = tl.load(slopes_ptr + plane * C + c, mask=c_ok, other=0.0)
     back = tl.load(slopes_ptr + (planes + plane) * C + c, mask=c_ok, other=0.0)
     level = tl.load(slopes_ptr + (2 * planes + plane) * C + c, mask=c_ok, other=0.0)
-    dy = g * slope[None, :] + y * back[None, :] + level[None, :]  # zero beyond the channels: all three are
+    dy = g * slope[None, :] + y * back[None, :] + level[None, :]  # all three are zero beyond the channels
     to = to_ptr + tl.program_id(1).to(tl.int64) * to_size + (line * (WIDTH * PITCH))[:, None] + f[None, :]
     tl.store(to, dy.to(to_ptr.dtype.element_ty), mask=exists[:, None] & f_ok[None, :])

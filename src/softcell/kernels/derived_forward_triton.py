@@ -1,9 +1,9 @@
 # mypy: ignore-errors
 """Triton kernels of `derived` that fill planes: activations, convolutions, pools and sums into nodes.
 
-A program handles some rows (pixels) and a block of channels. A *view* says where a map lies: unit (multiples of
-rows · c), column, distance of rows. Jobs are rows of small integer tables. What windows are read from, ReLU(z), is
-first written within a border of zeros: a tap is then a load and a multiplication, with no mask, norm or ReLU.
+A program handles some rows (pixels) and a block of channels. A *view* locates a map: unit (multiples of rows ·
+c), column, distance of rows. Jobs are rows of small integer tables. ReLU(z), which windows read, is first written
+inside a border of zeros: a tap is then a load and a multiplication, with no mask, norm or ReLU.
 """
 
 import triton
@@ -12,7 +12,7 @@ import triton.language as tl
 
 @triton.jit(do_not_specialize=["jobs", "length"])
 def _start(w_ptr, depths_ptr, state_ptr, jobs_ptr, jobs, length, C: tl.constexpr, BLOCK: tl.constexpr):
-    """Depthwise kernels (channel, tap) as (tap, channel); and the state of planes without a norm, `Forward.begin`."""
+    """Transposes depthwise kernels to (tap, channel), and sets the state of planes without a norm."""
     number = tl.program_id(0)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     if number < jobs:
@@ -22,7 +22,7 @@ def _start(w_ptr, depths_ptr, state_ptr, jobs_ptr, jobs, length, C: tl.constexpr
         tl.store(depths_ptr + start + i, tl.load(w_ptr + depth + i % C * taps + i // C, mask=ok), mask=ok)
     else:
         row = number - jobs
-        value = tl.where((row == 3) | (row == 5), 1.0, 0.0)  # of coefficients and slopes, the first
+        value = tl.where((row == 3) | (row == 5), 1.0, 0.0)  # the first coefficient and the first slope
         tl.store(state_ptr + row * length + i, tl.zeros((BLOCK,), dtype=tl.float32) + value, mask=i < length)
 
 
@@ -31,9 +31,9 @@ def _activate(
     x_ptr, coefficients_ptr, to_ptr, jobs_ptr, rows, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, BORDER: tl.constexpr,
     x_size, to_size, planes, C: tl.constexpr, PITCH: tl.constexpr, CB: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """ReLU(z) of planes within a BORDER of zeros, so that windows are read without a mask.
+    """ReLU(z) of planes inside a BORDER of zeros, so that windows are read without a mask.
 
-    Channels are filled up to PITCH with zeros, so that each pixel begins at a multiple of 16 bytes.
+    Channels are padded to PITCH with zeros, so that each pixel begins at a multiple of 16 bytes.
     """
     job = jobs_ptr + tl.program_id(1) * 4
     unit, column, distance, plane = tl.load(job), tl.load(job + 1) * C, tl.load(job + 2) * C, tl.load(job + 3)
@@ -73,7 +73,7 @@ def _stages(
     unit, plane, column = tl.load(job + 7), tl.load(job + 8), tl.load(job + 9) * COLUMNS
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     m_ok = m < rows
-    within = tl.minimum(m, rows - 1)  # a row that exists: windows are read without a mask of rows
+    within = tl.minimum(m, rows - 1)  # clamped to an existing row: windows are read without a row mask
     area = OUT_HEIGHT * OUT_WIDTH
     image = within // area
     inside = within - image * area
@@ -113,8 +113,8 @@ def _stages(
     if STATS:
         count = tl.minimum(rows - tl.program_id(0) * BLOCK_M, BLOCK_M)
         if PRODUCTS:
-            # Sums over rows are products with a row of ones: a tensor core's, instead of hundreds of shuffles.
-            one = tl.full((16, BLOCK_M), 1.0, dtype=kind)  # 16 equal rows, fewer have no product
+            # Sums over rows are products with a row of ones, computed by tensor cores instead of hundreds of shuffles.
+            one = tl.full((16, BLOCK_M), 1.0, dtype=kind)  # 16 equal rows, the minimum of `tl.dot`
             if not EVEN:
                 one = tl.where(m_ok[None, :], one, 0.0).to(kind)
             sums = tl.sum(tl.dot(one, y, input_precision=PRECISION), 0) / 16
@@ -135,7 +135,7 @@ def _add_up(
     buffer_ptr, coefficients_ptr, factors_ptr, nodes_ptr, jobs_ptr, rows, AREA: tl.constexpr, samples, size, planes,
     distance, C: tl.constexpr, CB: tl.constexpr, BLOCK: tl.constexpr, DROPS: tl.constexpr,
 ):  # fmt: skip
-    """Sums into nodes: a node is the sum of its jobs `begin` to `end`, and a column of the buffer."""
+    """Sums into nodes: a node is the sum of its jobs `begin` to `end`, written to a column of the buffer."""
     node = nodes_ptr + tl.program_id(1) * 3
     begin, end, column = tl.load(node), tl.load(node + 1), tl.load(node + 2)
     m = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -198,7 +198,7 @@ def _pools(
         x = tl.where(ok, x * a[None, :] + b[None, :], 0.0)
         total += x
         count += tl.where(here, 1.0, 0.0)
-        better = here[:, None] & ((x > best) | (x != x))  # a value that is not a number wins, as in PyTorch
+        better = here[:, None] & ((x > best) | (x != x))  # NaN wins, as in PyTorch
         best = tl.where(better, x, best)
         winner = tl.where(better, tap, winner)
     ok = m_ok[:, None] & c_ok[None, :]

@@ -2,7 +2,7 @@
 """Triton kernels of `derived` that compute gradients of planes.
 
 Jobs that read a gradient begin with the seven numbers of `_pull_rows`. Gradients of depthwise results are written
-within a border of zeros, as activations are (`derived_forward_triton`).
+inside a border of zeros, like activations (`derived_forward_triton`).
 """
 
 import triton
@@ -14,7 +14,7 @@ def _pull_rows(
     job, g_ptr, y_ptr, factors_ptr, slopes_ptr, size, m, m_ok, area, samples, C: tl.constexpr, COLUMNS: tl.constexpr,
     DROPS: tl.constexpr,
 ):  # fmt: skip
-    """What `_pull` reads rows m from: gradients, values, slopes; and drop-path's factors. Once, before its loop."""
+    """Pointers for `_pull` at rows m (gradients, values, slopes) and drop-path factors, prepared before its loop."""
     g_unit, g_column, distance, path = tl.load(job), tl.load(job + 1) * C, tl.load(job + 2) * C, tl.load(job + 3)
     y_unit, plane, column = tl.load(job + 4), tl.load(job + 5), tl.load(job + 6) * COLUMNS
     g_rows = g_ptr + g_unit.to(tl.int64) * size + (g_column + column) + m * distance
@@ -27,7 +27,7 @@ def _pull_rows(
 
 @triton.jit
 def _pull(g_rows, y_rows, slopes, factor, m_ok, n, n_ok, planes, C: tl.constexpr, DROPS: tl.constexpr):
-    """∂y [rows, n] in float32: the gradient of a plane before its norm."""
+    """∂y [rows, n] in float32: the gradient of a plane with respect to the input of its norm."""
     ok = m_ok[:, None] & n_ok[None, :]
     g = tl.load(g_rows[:, None] + n[None, :], mask=ok, other=0.0).to(tl.float32)
     if DROPS:
@@ -44,13 +44,13 @@ def _clear_border(
     base, first, samples, k, k_ok, kind: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, BORDER: tl.constexpr,
     PITCH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Zeros into pixels `first`… of the borders of all maps, which begin at `base`."""
+    """Writes zeros into pixels `first`… of the borders of all maps, which begin at `base`."""
     wide: tl.constexpr = WIDTH + 2 * BORDER
     ring: tl.constexpr = wide * (HEIGHT + 2 * BORDER) - HEIGHT * WIDTH
     pixel = first + tl.arange(0, BLOCK)
     image = pixel // ring
     inside = pixel - image * ring
-    # First the lines above and below, then what is left and right of the others.
+    # First the lines above and below, then the pixels to the left and right of the other lines.
     line, column = inside // wide, inside % wide
     beside = inside - 2 * BORDER * wide
     side = beside % (2 * BORDER)
@@ -72,10 +72,10 @@ def _lower(
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, DROPS: tl.constexpr, EXTERNAL: tl.constexpr, PULLED: tl.constexpr,
     WHOLE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """∂y, dense, and ∂ of the depthwise result, ∂y · matrix, within a BORDER of zeros.
+    """Dense ∂y, and the gradient of the depthwise result, ∂y · matrix, inside a BORDER of zeros.
 
-    EXTERNAL: the latter is the gradient of the input tensor itself, where that is positive. PULLED: ∂y is there
-    already, filled with zeros up to DY_PITCH. WHOLE: all stages write planes from their first column on.
+    EXTERNAL: the latter is the gradient of the input tensor itself, masked where the input is not positive. PULLED: ∂y
+    was already written, padded with zeros to DY_PITCH. WHOLE: all stages write planes starting at the first column.
     """
     job = jobs_ptr + tl.program_id(1) * 12
     matrix, columns = tl.load(job + 7) * WEIGHTS, tl.load(job + 8) * COLUMNS
@@ -105,7 +105,7 @@ def _lower(
         n = n0 + tl.arange(0, BLOCK_N)
         n_ok = n < columns
         if PULLED:
-            # Columns beyond the last are those of another stage or zero, and their weights are zero.
+            # Columns beyond the last one belong to another stage or are zero, and their weights are zero.
             dy = tl.load(dy_rows + n[None, :], mask=m_ok[:, None] & (column + n < DY_PITCH)[None, :], other=0.0)
         else:
             dy = _pull(g_rows, y_rows, slopes, factor, m_ok, n, n_ok, planes, C, DROPS).to(kind)
@@ -132,7 +132,7 @@ def _lower(
         x = tl.load(x_ptr + at, mask=ok, other=0.0)
         tl.store(to_ptr + at, tl.where(x > 0, total, 0.0).to(kind), mask=ok)
     else:
-        whole = m_ok[:, None] & (k < PITCH)[None, :]  # what is beyond the channels is zero: so are the weights there
+        whole = m_ok[:, None] & (k < PITCH)[None, :]  # zero beyond the channels, and so are the weights
         tl.store(to_ptr + unit.to(tl.int64) * to_size + at, total.to(kind), mask=whole)
 
 
@@ -141,7 +141,7 @@ def _pulls(
     g_ptr, y_ptr, factors_ptr, slopes_ptr, to_ptr, jobs_ptr, rows, AREA: tl.constexpr, samples, size, planes,
     C: tl.constexpr, CB: tl.constexpr, BLOCK: tl.constexpr, DROPS: tl.constexpr,
 ):  # fmt: skip
-    """∂y of pools, dense."""
+    """Dense ∂y of pools."""
     m = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     c = tl.program_id(2) * CB + tl.arange(0, CB)
     c_ok = c < C
@@ -160,7 +160,7 @@ def _from_window(
     total, h, w, tap, ok, base, winners, image, c, largest: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr,
     OUT_HEIGHT: tl.constexpr, OUT_WIDTH: tl.constexpr, C: tl.constexpr, STRIDE: tl.constexpr,
 ):  # fmt: skip
-    """Adds what window (h, w) of a pool passes to the pixel that is its `tap`."""
+    """Adds the gradient that window (h, w) of a pool passes to the pixel at its `tap`."""
     seen = ok & (h >= 0) & (w >= 0) & (h < OUT_HEIGHT) & (w < OUT_WIDTH)
     inner = ((image * OUT_HEIGHT + h) * OUT_WIDTH + w) * C + c
     dy = tl.load(base + inner, mask=seen, other=0.0).to(tl.float32)
@@ -182,9 +182,9 @@ def _from_pool(
     OUT_HEIGHT: tl.constexpr, OUT_WIDTH: tl.constexpr, dy_size, C: tl.constexpr, STRIDE: tl.constexpr,
     TOGETHER: tl.constexpr,
 ):  # fmt: skip
-    """Adds the gradient of a pool, of a maximum where there is a slot.
+    """Adds the gradient of a pool: a maximum if it has a slot, otherwise an average.
 
-    TOGETHER: where a maximum has stride 2, a pixel is in at most 2 × 2 windows, which are read at the same time.
+    TOGETHER: for a maximum with stride 2, a pixel is in at most 2 × 2 windows, which are loaded at the same time.
     """
     base = pulled_ptr + pool.to(tl.int64) * dy_size
     winners = winners_ptr + slot.to(tl.int64) * dy_size
@@ -219,7 +219,7 @@ def _from_pool(
 
 @triton.jit
 def _window_of(i, j, tap, ok, STRIDE: tl.constexpr):
-    """The window of a pool whose `tap` is pixel (i, j), and whether there is one."""
+    """The window of a pool whose `tap` is pixel (i, j), and whether it exists."""
     h = i + 1 - tap // 3
     w = j + 1 - tap % 3
     if STRIDE == 2:
@@ -234,10 +234,10 @@ def _complete(
     HEIGHT: tl.constexpr, WIDTH: tl.constexpr, OUT_HEIGHT: tl.constexpr, OUT_WIDTH: tl.constexpr, samples, x_size,
     dy_size, C: tl.constexpr, STRIDE: tl.constexpr, DROPS: tl.constexpr, POOLED: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
-    """Stores the gradient of a plane's value and returns it with y: ReLU's mask, what was there, identities, pools.
+    """Applies ReLU's mask to `total`, adds earlier terms, identities and pools, stores the result, returns it with y.
 
-    total: of the convolutions' results. m, image, i, j, c: pixel, its image, line and column, and channel, which
-    broadcast to the shape of `total`; ok: where they exist. a, b: the coefficients of the plane's value.
+    total: sum over the convolutions. m, image, i, j, c: pixel, its image, line, column and channel, which broadcast to
+    the shape of `total`; ok: mask of those that exist. a, b: the coefficients of the plane's value.
     """
     unit, column, distance = tl.load(own), tl.load(own + 1) * C, tl.load(own + 2) * C
     other, last, adds = tl.load(own + 6), tl.load(own + 7), tl.load(own + 8)
@@ -246,7 +246,7 @@ def _complete(
     total = tl.where(y * a + b > 0, total, 0.0)
     total += tl.load(dx_ptr + at, mask=ok & (adds > 0), other=0.0).to(tl.float32)
     for number in range(other, last):
-        # Of an identity where its gradient lies and its path; of a pool its number and slot (-1: an average).
+        # For an identity: the address of its gradient, and its path. For a pool: its number and slot (-1: an average).
         job = others_ptr + number * 6
         if tl.load(job + 5) == -2:
             g_unit, g_column, apart, path = tl.load(job), tl.load(job + 1) * C, tl.load(job + 2) * C, tl.load(job + 3)
@@ -275,9 +275,9 @@ def _gather(
     STRIDE: tl.constexpr, BLOCK: tl.constexpr, DROPS: tl.constexpr, POOLED: tl.constexpr, STATS: tl.constexpr,
     TOGETHER: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of a plane's value: of all convolutions, identities and pools that read it.
+    """The gradient of a plane's value, from all convolutions, identities and pools that read it.
 
-    SIZE: that of all windows, 0 where they differ. STEP: taps of a line that are read at a time.
+    SIZE: the size of all windows, 0 if they differ. STEP: taps of a line that are loaded at a time.
     """
     own = sources_ptr + tl.program_id(1) * 10
     begin, end = tl.load(own + 4), tl.load(own + 5)
@@ -287,7 +287,7 @@ def _gather(
     m_ok = m < rows
     ok = m_ok[:, None] & c_ok[None, :]
     area = HEIGHT * WIDTH
-    within = tl.minimum(m, rows - 1)  # a row that exists: windows are read without a mask of rows
+    within = tl.minimum(m, rows - 1)  # clamped to an existing row: windows are read without a row mask
     image = within // area
     inside = within - image * area
     i = inside // WIDTH
@@ -310,7 +310,7 @@ def _gather(
                 h_ok = (h & 1) == 0
                 start = (image * tall + (h >> 1) + BORDER) * wide + BORDER
             for left in range(0, size, STEP):
-                for step in tl.static_range(STEP):  # that many loads are under way at a time
+                for step in tl.static_range(STEP):  # number of loads in flight
                     s = left + step
                     w = j + padding - s * dilation
                     here = (c < PITCH)[None, :]
@@ -320,7 +320,7 @@ def _gather(
                     if SIZE == 0:
                         here = here & (s < size)
                     d = tl.load(base + (start + w)[:, None] * PITCH + c[None, :], mask=here, other=0.0).to(tl.float32)
-                    if SIZE > 1:  # what is beyond the channels is not stored
+                    if SIZE > 1:  # values beyond the channels are not stored
                         weight = tl.load(depth_ptr + depth + (r * size + s) * C + c, mask=c_ok)
                     else:
                         weight = tl.load(

@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""Sizes of blocks of the kernels of `derived`, and where its maps lie."""
+"""Block sizes of the kernels of `derived`, and the memory layout of its maps."""
 
 import functools
 import math
@@ -21,83 +21,82 @@ from softcell.kernels.schedule import Name
 
 @dataclass(frozen=True)
 class Blocks:
-    """Sizes of blocks and warps, by kernel; `blocks_for` chooses them by width."""
+    """Block sizes and numbers of warps of each kernel; `blocks_for` chooses them by width."""
 
-    channels: int = 64  # most channels of an elementwise block
-    pitch: int = 8  # what windows are read from has a multiple of it as channels: 8 values of 2 bytes are one load
+    channels: int = 64  # maximum channels of an elementwise block
+    pitch: int = 8  # windows read maps padded to a multiple of this many channels: 8 × 2 bytes are one load
     stage_rows: int = 128
-    stage_depth: int = 32  # channels that are convolved at a time
-    input_depth: int = 64  # channels of an input tensor that are multiplied at a time
-    point_depth: int = 64  # likewise within a cell, where there is no window
-    point_side: int = 128  # most columns of either
+    stage_depth: int = 32  # channels convolved at a time
+    input_depth: int = 64  # channels of an input tensor multiplied at a time
+    point_depth: int = 64  # the same inside a cell, without windows
+    point_side: int = 128  # maximum columns of a block in both cases
     stage_warps: int = 8
-    stage_registers: int = 0  # at most that many for a thread, so that more programs fit; 0: as many as it takes
-    stage_lines: int = 2  # where nothing strides, four lines at a time: 1 in one kernel, 2 depthwise and matrix apart
-    point_tiles: bool = True  # where these are apart, programs of matrices go through blocks of rows
+    stage_registers: int = 0  # maximum registers per thread, so that more programs fit; 0: no limit
+    stage_lines: int = 2  # without strides, four lines at a time: 1 in one kernel, 2 in two kernels
+    point_tiles: bool = True  # with two kernels, matrix programs loop over blocks of rows
     point_tile_stages: int = 3
-    point_tile_programs: int = 2  # for a multiprocessor: as many as fit
+    point_tile_programs: int = 2  # per multiprocessor: as many as fit
     product_sums: bool = True  # statistics by tensor cores
     lower_rows: int = 128
     lower_depth: int = 32
     lower_columns: int = 64
-    lower_inner: int = 64  # the same within a cell
-    lower_apart: bool = True  # gradients before norms are written by a launch of their own
-    lower_pulled: int = 64  # what `lower_depth` is then
-    lower_stages: int = 3  # loads under way then, where there are several blocks
+    lower_inner: int = 64  # the same inside a cell
+    lower_apart: bool = True  # a separate launch writes gradients with respect to norm inputs
+    lower_pulled: int = 64  # `lower_depth` in that case
+    lower_stages: int = 3  # loads in flight in that case, if there are several blocks
     lower_warps: int = 8
     lower_registers: int = 0
-    lower_tiles: bool = True  # within a cell: programs go through blocks of rows, as many as fit a GPU
-    input_tiles: bool = True  # likewise for gradients of input tensors
-    tile_pulled: int = 128  # up to so many channels they write gradients before norms, too
-    tile_stages: int = 3  # loads under way there
+    lower_tiles: bool = True  # inside a cell: as many programs as fit a GPU loop over blocks of rows
+    input_tiles: bool = True  # the same for gradients of input tensors
+    tile_pulled: int = 128  # up to this many channels they also write gradients of norm inputs
+    tile_stages: int = 3  # loads in flight in these kernels
     tile_registers: int = 128
-    tile_programs: int = 8  # for a multiprocessor: two waves, since gradients of weights hold some of them
+    tile_programs: int = 8  # per multiprocessor: two waves, since weight gradients occupy some of them
     weight_rows: int = 64
-    weight_side: int = 128  # most columns of either side
+    weight_side: int = 128  # maximum columns of either side
     weight_stages: int = 3
-    weight_waves: int = 2  # programs are that many times what a GPU holds at a time
-    weight_programs: int = 0  # instead, if not 0
-    weight_factors: int = (
-        1  # see `Pass.by_factors`: 1 keeps depthwise results, 2 computes them again, 0: not by factors
-    )
-    point_stages: int = 3  # `weight_stages` of matrices alone
-    depth_flat: int = 256  # values of a line in a block of `_depth_gradient`, four for each thread
-    depth_programs: int = 1056  # of it, where there are lines for so many: eight for each multiprocessor
+    weight_waves: int = 2  # number of waves: programs divided by those that a GPU holds at a time
+    weight_programs: int = 0  # number of programs instead, if not 0
+    weight_factors: int = 1  # see `Pass.by_factors`: 1 keeps depthwise results, 2 recomputes them, 0: not by factors
+    point_stages: int = 3  # `weight_stages` for matrices only
+    depth_flat: int = 256  # values of a line in a block of `_depth_gradient`, four per thread
+    depth_programs: int = 1056  # its programs, if there are enough lines: eight per multiprocessor
     gather_rows: int = 32
     gather_warps: int = 4
     gather_registers: int = 80  # by lines
-    gather_groups: int = 8  # groups of four lines, where nothing strides and windows have one size; 0: pixel by pixel
-    gather_flat: int = 64  # values of a line in a block of such groups; fewer than threads, or weights take detours
-    gather_together: bool = True  # what is added to windows is loaded for four lines, or for a pool's taps, at once
-    lines_together: bool = True  # by lines, too
+    gather_groups: int = 8  # groups of four lines, without strides and with windows of one size; 0: pixel by pixel
+    gather_flat: int = 64  # values of a line in a block; fewer than threads, or weights take a detour
+    gather_together: bool = True  # terms added to windows are loaded at once for four lines, or for all taps of a pool
+    lines_together: bool = True  # also by lines
     activate_lines: bool = True  # line by line
-    flat_lines: int = 32  # lines that elementwise kernels handle, and values of each
+    flat_lines: int = 32  # lines per program of elementwise kernels, and values of each
     flat: int = 64
     sums_elements: int = 1024
     add_elements: int = 2048
-    finish_rows: int = 1024  # partial sums of a norm's gradients that a program loads at a time
-    splits_block: int = 32  # values whose partial sums a program adds up, 2,048 at a time
-    beside: bool = True  # gradients of weights on a second stream, beside those of planes
+    finish_rows: int = 1024  # partial sums of norm gradients that a program loads at a time
+    splits_block: int = 32  # values whose partial sums a program adds, 2,048 at a time
+    beside: bool = True  # gradients of weights on a second stream, in parallel with those of planes
 
 
 MULTIPROCESSORS = 132
-"""Multiprocessors of an H100 or H200; elsewhere the last wave of programs is less full."""
+"""Multiprocessors of an H100 or H200; on other GPUs the last wave of programs is less full."""
 
 OVERRIDES: dict[str, int] = {}
-"""Fields of `Blocks` that are measured instead of the chosen ones (`benchmarks.derived`)."""
+"""Fields of `Blocks` that override the chosen ones in measurements (`benchmarks.derived`)."""
 
 
 def blocks_for(channels):
-    """The rule behind the sizes: 3/4 of a block should be used.
+    """Chooses block sizes such that at least 3/4 of a block is used.
 
-    A depth of 32 pads 36 channels to 64, one of 16 to 48. From 65 channels on a block has 128 columns, for which eight
-    warps take 64 rows. Smaller blocks let more warps wait for loads at a time, which gained in `_lower` and
-    `_gather_lines` alone (benchmarks/NOTES.md, rows 11 and 15). Weight gradients of narrow cells read through the L1
-    cache, where neighbouring taps meet, if loads are not staged (row 16). Kernels with few registers and one purpose
-    are preferred to those that save a pass over memory (rows 18 and 19), though stages in one kernel were faster at 36
-    and 72 channels; that form is not compared in bfloat16 yet. Partial sums of weights have 70 splits or more at 36
-    channels, where 64 are added at a time, and mostly 17 or 4 at 72 and 144, where 8 are (row 21). Depthwise results
-    are kept for the gradients of weights: 1.7 ms less a step of DARTS_V2, for 0.8 GB (row 22).
+    A depth of 32 pads 36 channels to 64, one of 16 to 48. From 65 channels on, a block has 128 columns, and eight warps
+    process 64 rows. Smaller blocks let more warps wait for loads at a time, which was only faster in `_lower` and
+    `_gather_lines` (benchmarks/NOTES.md, rows 11 and 15). Weight gradients of narrow cells read through the L1 cache,
+    which neighbouring taps share, if loads are not staged (row 16). Kernels with few registers and one purpose are
+    preferred to those that save a pass over memory (rows 18 and 19), though stages in one kernel were faster at 36 and
+    72 channels; that form has not been compared in bfloat16 yet. Partial sums of weights have 70 splits or more at 36
+    channels, where 64 are added at a time, and mostly 17 or 4 at 72 and 144 channels, where 8 are added at a time (row
+    21). Depthwise results are kept for the gradients of weights, which saves 1.7 ms per step of DARTS_V2 and takes 0.8
+    GB (row 22).
     """
     if channels <= 48 and -channels % 32 > channels // 3:
         found = Blocks(stage_depth=16, stage_warps=4, lower_rows=64, lower_warps=4, weight_stages=1)
@@ -112,12 +111,12 @@ def blocks_for(channels):
 
 
 def at_most(registers):
-    """The compiler's option for a number of registers."""
+    """The compiler option that limits registers."""
     return {"maxnreg": registers} if registers else {}
 
 
 def overridden():
-    """What distinguishes plans of one program with different `OVERRIDES`."""
+    """Distinguishes plans of one program with different `OVERRIDES`."""
     return tuple(sorted(OVERRIDES.items()))
 
 
@@ -131,17 +130,17 @@ def side_for(length, most):
 
 
 def points(stages):
-    """The matrices of stages alone: they read depthwise results, each a map by the number of its stage's plane."""
+    """The stages reduced to their matrices, which read depthwise results: one map per stage, numbered by its plane."""
     return tuple(replace(s, source=s.plane, size=1, dilation=1, padding=0, depth=NONE) for s in stages)
 
 
 def border_of(stages):
-    """How far their windows reach beyond a map."""
+    """How many pixels the windows of stages extend beyond a map."""
     return max(max(s.padding, -s.padding) for s in stages)
 
 
 def by_size(stages):
-    """Stages in groups of one window size, whose loops the compiler then knows."""
+    """Stages grouped by window size, so that loop bounds are compile-time constants."""
     return [tuple(s for s in stages if s.size == size) for size in sorted({s.size for s in stages}, reverse=True)]
 
 
@@ -152,7 +151,7 @@ def _stages_of(program):
 
 @functools.cache
 def _units(program):
-    """What divides all offsets of matrices (at most 16), and all columns and widths of what stages write."""
+    """Greatest common divisors: of matrix offsets (at most 16), and of all columns and widths that stages write."""
     stages = _stages_of(program)
     widths = [n for s in stages for n in (s.column, s.width)]
     return math.gcd(16, *(s.matrix for s in stages)), math.gcd(program.channels, *widths)
@@ -160,7 +159,7 @@ def _units(program):
 
 @functools.cache
 def _first_depth(program):
-    """Where depthwise kernels begin in the flat parameters; they lie side by side."""
+    """Where depthwise kernels begin in the flat parameters; they are contiguous."""
     return min((s.depth for s in _stages_of(program) if s.depth != NONE), default=0)
 
 
@@ -177,13 +176,13 @@ class Read:
     sources: dict[int, int]
 
     def window(self, stage):
-        """Which map, dilation, distance from a pixel of the output to its window's first, padding."""
+        """Map, dilation, distance from an output pixel to the first pixel of its window, padding."""
         shift = (self.border - stage.padding) * (self.wide + 1)
         return self.sources[stage.source], stage.dilation, shift, stage.padding
 
 
 class Lowered(NamedTuple):
-    """∂ of depthwise results within a border of zeros, `size` elements each."""
+    """Gradients of depthwise results inside a border of zeros, `size` elements each."""
 
     tensor: Name
     size: int
@@ -199,7 +198,7 @@ class Partial(NamedTuple):
 
 
 class Pass:
-    """What a forward and a backward pass of a program share: sizes, where planes lie, and what stages read."""
+    """What a forward and a backward pass of a program share: sizes, locations of planes, and maps that stages read."""
 
     def __init__(self, program, form, schedule):
         self.program, self.form, self.schedule = program, form, schedule
@@ -209,7 +208,7 @@ class Pass:
         self.out_height, self.out_width = -(-height // program.stride), -(-width // program.stride)
         self.rows_in, self.rows = n * height * width, n * self.out_height * self.out_width
         self.c = program.channels
-        # Three products in tf32 are as exact as one in float32. Products of bfloat16 ignore the setting.
+        # Three tf32 products are as accurate as one in float32. bfloat16 products ignore the setting.
         self.precision = "tf32x3" if self.dtype == torch.float32 else "tf32"
         self.blocks = blocks_for(self.c)
         self.block_c = min(self.blocks.channels, padded(self.c))
@@ -236,7 +235,7 @@ class Pass:
         return plane if p.stride == 1 else plane - p.inputs
 
     def view(self, plane):
-        """(unit, column, distance of rows) of a plane; the latter two in multiples of c, which kernels then know."""
+        """(unit, column, row stride) of a plane; the latter two in multiples of c, which is a constant in kernels."""
         p = self.program
         if p.is_node(plane):
             return 0, plane - p.inputs, p.nodes
@@ -247,7 +246,7 @@ class Pass:
         return p.planes if p.stride == 1 else p.planes - p.inputs
 
     def allocate(self, suffix=""):
-        """A buffer of all planes of the output's resolution, and one of the inputs' (the same where none strides)."""
+        """A buffer of planes with the output's resolution, and one with the inputs' (the same one without strides)."""
         p, c = self.program, self.c
         buffer = self.schedule.new("buffer" + suffix, self.units() * self.rows * c, self.dtype)
         if p.stride == 1:
@@ -255,33 +254,34 @@ class Pass:
         return self.schedule.new("given" + suffix, p.inputs * self.rows_in * c, self.dtype), buffer
 
     def temporary(self, size, dtype=torch.float32, *, zeroed=False):
-        """A tensor for a few launches, which must be freed."""
+        """A temporary tensor for a few launches; the caller must free it."""
         self._temporaries += 1
         return self.schedule.new(f"temporary{self._temporaries}", size, dtype, zeroed=zeroed)
 
     def beside(self):
-        """Where launches go that the next ones do not wait for; `schedule.join` ends it."""
+        """Context for launches that the following ones do not wait for, until `schedule.join`."""
         return self.schedule.beside() if self.blocks.beside else nullcontext()
 
     def _partial(self, splits, terms):
         return Partial(self.temporary(2 * splits * terms * self.c), splits, terms)
 
     def by_factors(self, stages):
-        """Whether gradients of depthwise kernels and of matrices are computed apart, each as that of a convolution.
+        """Whether gradients of depthwise kernels and matrices are computed separately, each as a convolution's.
 
-        Else they come from the gradient of the dense kernel, which needs no depthwise results but nine times the
-        products. Only 3×3 windows without strides are implemented. Passes with given statistics keep nothing.
+        Otherwise they are derived from the gradient of the dense kernel, which needs no depthwise results but nine
+        times as many products. Only 3×3 windows without strides are implemented. Passes with given statistics keep no
+        depthwise results.
         """
         fits = all(s.size == 3 and s.stride == 1 and s.dilation in (1, 2) and s.width <= 256 for s in stages)
         return self.blocks.weight_factors > 0 and bool(stages) and fits and not self.form.known
 
     def dense(self, stages, tensor, first=0):
-        """Depthwise results [stages, rows, pitch] as maps, the first of which is number `first` of the tensor."""
+        """Depthwise results [stages, rows, pitch] as maps, starting with map `first` of the tensor."""
         sources = {stage.plane: first + i for i, stage in enumerate(stages)}
         return Read(tensor, self.rows * self.pitch, self.pitch, self.out_height, self.out_width, 0, sources)
 
     def depthwise_lines(self, stages, read, to):
-        """Depthwise results of stages without strides, [stages, rows, pitch], into `to`."""
+        """Writes depthwise results of stages without strides, [stages, rows, pitch], to `to`."""
         dilations, groups, flat = {s.dilation for s in stages}, self.blocks.gather_groups or 8, self.blocks.gather_flat
         height, width = self.out_height, self.out_width
         jobs = tuple((read.sources[s.source], s.dilation, read.border - s.padding, self._depth_at(s)) for s in stages)
@@ -294,10 +294,10 @@ class Pass:
         )  # fmt: skip
 
     def tiles_fit(self, stages):
-        """Whether programs may go through blocks of rows: all columns are in a block, whose loads are under way.
+        """Whether programs may loop over blocks of rows: a block has all columns, and its loads fit into shared memory.
 
-        In float32 blocks of more columns need more shared memory than any GPU has. Consumer GPUs have 99 KB, which
-        does not suffice; the other kernels of a pass fit there.
+        In float32, wider blocks need more shared memory than any GPU has. The 99 KB of consumer GPUs are not enough
+        either, but sufficient for the other kernels of a pass.
         """
         most, needed = (256, 112 * 1024) if self.dtype == torch.bfloat16 else (48, 160 * 1024)
         fits = self.c <= most and shared_memory(self.schedule.device) >= needed
@@ -312,11 +312,11 @@ class Pass:
             self.schedule.view("reciprocals", state, 8 * size)
 
     def _depth_at(self, stage):
-        """Offset of its depthwise kernel among those, in multiples of c."""
+        """Offset of its depthwise kernel among all depthwise kernels, in multiples of c."""
         return NONE if stage.depth == NONE else (stage.depth - _first_depth(self.program)) // self.c
 
     def _activated(self, stages, x):
-        """ReLU(z) of what stages read, each plane within a border of zeros that windows reach into."""
+        """ReLU(z) of the planes that stages read, each inside a border of zeros that windows extend into."""
         sources = tuple(sorted({s.source for s in stages}))
         border = border_of(stages)
         height, width = self._size_of(stages[0])
@@ -342,7 +342,7 @@ class Pass:
         return found
 
     def flat_grid(self, lines, terms, length):
-        """Programs of a kernel that handles lines of `length` values."""
+        """Number of programs of a kernel that processes lines of `length` values."""
         b = self.blocks
         return triton.cdiv(lines, b.flat_lines), terms, triton.cdiv(length, b.flat)
 
@@ -350,7 +350,7 @@ class Pass:
         return {"LINES": self.blocks.flat_lines, "FLAT": self.blocks.flat}
 
     def _external(self, number):
-        """An input tensor: it has no border."""
+        """An input tensor, which has no border."""
         shape = self.form.shapes[number]
         sources = {-1 - i: 0 for i in range(self.program.inputs)}
         return Read(self.inputs[number], math.prod(shape), shape[3], shape[1], shape[2], 0, sources)
@@ -359,7 +359,7 @@ class Pass:
         return (self.rows_in if buffer == self.given and self.program.stride != 1 else self.rows) * self.c
 
     def _size_of(self, stage):
-        """Height and width of what a stage reads."""
+        """Height and width of the map that a stage reads."""
         if stage.source < self.program.inputs:
             return self.height, self.width
         return self.out_height, self.out_width

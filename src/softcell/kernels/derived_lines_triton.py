@@ -1,7 +1,7 @@
 # mypy: ignore-errors
-"""Triton kernels of `derived` by lines: four lines below each other share what their windows read.
+"""Triton kernels of `derived` by lines: four consecutive lines share the values that their windows read.
 
-Where nothing strides they replace `_stages` and `_gather`, which go pixel by pixel.
+Without strides they replace `_stages` and `_gather`, which work pixel by pixel.
 """
 
 import triton
@@ -15,7 +15,7 @@ def _column(
     t0, t1, t2, t3, at, start, line, mask, weights, c_ok, s, last: tl.constexpr, STRAIGHT: tl.constexpr,
     C: tl.constexpr, SIZE: tl.constexpr, DILATION: tl.constexpr, FORWARD: tl.constexpr,
 ):  # fmt: skip
-    """Column s of the windows of four lines; `_windows` says the rest."""
+    """Column s of the windows of four lines; see `_windows`."""
     column = weights + s * C
     w0 = tl.load(column, mask=c_ok, other=0.0)[None, :]
     w1 = tl.load(column + SIZE * C, mask=c_ok, other=0.0)[None, :]
@@ -34,7 +34,7 @@ def _column(
         x = tl.load(at + (start + below * STRAIGHT)[:, None], mask=mask[None, :], other=0.0).to(tl.float32)
         for r in tl.static_range(SIZE):
             weight = (w0, w1, w2, w3, w4, w5, w6)[r]
-            # Tap r of line l reads line l + r · DILATION forward, counted from the topmost one.
+            # In the forward pass, tap r of line l reads line l + r · DILATION, counted from the topmost one.
             if v == (r if FORWARD else SIZE - 1 - r) * DILATION:
                 t0 += x * weight
             if v == (r if FORWARD else SIZE - 1 - r) * DILATION + 1:
@@ -51,16 +51,18 @@ def _windows(
     t0, t1, t2, t3, base, start, line, f, mask, weights, c_ok, last: tl.constexpr, STRAIGHT: tl.constexpr,
     PITCH: tl.constexpr, C: tl.constexpr, SIZE: tl.constexpr, DILATION: tl.constexpr, FORWARD: tl.constexpr,
 ):  # fmt: skip
-    """Adds the windows of four lines below each other to t0…t3 [sites, values]: what they share is read once.
+    """Adds the windows of four consecutive lines to t0…t3 [sites, values]; shared values are read once.
 
-    start, line [sites]: where the map of a site begins, its column included, and the line that its topmost tap reads.
-    f, mask [values]: offsets of values from there. weights, c_ok [values]: addresses of their weights and where those
-    exist. FORWARD: a convolution; else its transpose. STRAIGHT: values from line to line. last: the last line of a map,
-    where some sites have no four lines (the others are read in its place and not stored); 0 where all have.
+    start, line [sites]: offset of a site's map plus its column, and the line that its topmost tap reads. f, mask
+    [values]: offsets of values from there. weights, c_ok [values]: addresses of their weights, and the mask of those
+    that exist. FORWARD: a convolution, otherwise its transpose. STRAIGHT: number of values between lines. last: the
+    last line of a map if some sites have fewer than four lines (the missing ones read it instead and are not stored); 0
+    if all sites are complete.
     """
     step: tl.constexpr = (DILATION if FORWARD else -DILATION) * PITCH
     at = base + f[None, :]
-    # Not unrolled: registers would hold the values of all columns, and the compiler pass each through shared memory.
+    # Not unrolled: otherwise registers hold the values of all columns, and the compiler moves each through shared
+    # memory.
     for s in range(SIZE):
         t0, t1, t2, t3 = _column(
             t0, t1, t2, t3, at + s * step, start, line, mask, weights, c_ok, s, last, STRAIGHT, C, SIZE, DILATION,
@@ -77,10 +79,10 @@ def _stage_lines(
     SITES: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STATS: tl.constexpr, KEEPS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """`_stages` where nothing strides, lines come in fours and all windows have one size: SITES of four pixels each.
+    """`_stages` without strides, for groups of four lines and windows of one size: SITES of four pixels each.
 
-    The pixels of a site lie below each other. DILATION: that of all windows, 0 where it is 1 or 2. KEEPS: depthwise
-    results are written, too, dense [jobs, rows, PITCH].
+    The pixels of a site are vertically adjacent. DILATION: that of all windows, 0 if it is 1 or 2. KEEPS: also write
+    depthwise results, dense [jobs, rows, PITCH].
     """
     job = jobs_ptr + tl.program_id(1) * 11
     source, dilation, shift = tl.load(job), tl.load(job + 1), tl.load(job + 2)
@@ -153,9 +155,9 @@ def _depthwise_lines(
     WIDTH: tl.constexpr, samples, x_size, to_size, C: tl.constexpr, PITCH: tl.constexpr, SIZE: tl.constexpr,
     DILATION: tl.constexpr, GROUPS: tl.constexpr, FLAT: tl.constexpr,
 ):  # fmt: skip
-    """depthwise(x), dense [rows, PITCH], where nothing strides: GROUPS of four lines, FLAT values of a line each.
+    """depthwise(x) without strides, dense [rows, PITCH]: GROUPS of four lines, FLAT values of a line each.
 
-    Columns and channels are one axis, as in `_gather_lines`. DILATION: that of all windows, 0 where it is 1 or 2.
+    Columns and channels are one axis, as in `_gather_lines`. DILATION: that of all windows, 0 if it is 1 or 2.
     """
     job = jobs_ptr + tl.program_id(1) * 4
     source, dilation, inset = tl.load(job), tl.load(job + 1), tl.load(job + 2)
@@ -202,7 +204,7 @@ def _at_line(
     x_ptr, dx_ptr, places, distance, g_ok, i, c_ok, adds, number: tl.constexpr, HEIGHT: tl.constexpr,
     WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """A plane's y in line `number` of groups of four, and the gradient of its value so far."""
+    """A plane's y in line `number` of groups of four, and the gradient accumulated so far."""
     ok = (g_ok & (i + number < HEIGHT))[:, None] & c_ok[None, :]
     at = places + number * WIDTH * distance
     return tl.load(x_ptr + at, mask=ok, other=0.0), tl.load(dx_ptr + at, mask=ok & adds, other=0.0)
@@ -214,7 +216,7 @@ def _complete_lines(
     pulled_ptr, dx_ptr, factors_ptr, winners_ptr, others_ptr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, samples,
     dy_size, C: tl.constexpr, DROPS: tl.constexpr, POOLED: tl.constexpr,
 ):  # fmt: skip
-    """`_complete` of four lines, whose loads are under way at the same time."""
+    """`_complete` for four lines, whose loads are in flight at the same time."""
     distance, other, last = tl.load(own + 2) * C, tl.load(own + 6), tl.load(own + 7)
     ok0 = g_ok[:, None] & c_ok[None, :]
     ok1 = (g_ok & (i + 1 < HEIGHT))[:, None] & c_ok[None, :]
@@ -279,11 +281,11 @@ def _gather_lines(
     SIZE: tl.constexpr, DILATION: tl.constexpr, GROUPS: tl.constexpr, FLAT: tl.constexpr, DROPS: tl.constexpr,
     POOLED: tl.constexpr, STATS: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
-    """`_gather` where nothing strides and all windows have one size: GROUPS of four lines, FLAT values of a line each.
+    """`_gather` without strides, for windows of one size: GROUPS of four lines, FLAT values of a line each.
 
-    Columns and channels are one axis, so no thread is idle where a block of channels is not filled; four lines share
-    what their windows have in common. DILATION: that of all windows, 0 where it is 1 or 2. TOGETHER: the values of the
-    four lines and the gradients that are there already are loaded before the windows, not line by line after them.
+    Columns and channels are one axis, so no thread is idle when a block of channels is only partly filled; four lines
+    share the values that their windows have in common. DILATION: that of all windows, 0 if it is 1 or 2. TOGETHER: the
+    values of the four lines and their accumulated gradients are loaded before the windows, not line by line after them.
     """
     own = sources_ptr + tl.program_id(1) * 10
     begin, end = tl.load(own + 4), tl.load(own + 5)
@@ -362,7 +364,7 @@ def _gather_lines(
                 sums += total
                 products += total * (y - mean)
     if STATS:
-        # Columns of a line are splits of their own: sums over pixels of one channel lie apart here.
+        # Each column of a line is a separate split: sums over the pixels of one channel are not contiguous here.
         to = partial_ptr + ((tl.program_id(0) * WIDTH + j) * terms + place) * C + c
         tl.store(to, tl.sum(sums, 0), mask=c_ok)
         tl.store(to + tl.num_programs(0) * WIDTH * terms * C, tl.sum(products, 0) * rstd, mask=c_ok)

@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""How gradients of `derived` pass through norms and matrices: block by block, or by programs that go through rows."""
+"""Propagates gradients of `derived` through norms and matrices: block by block, or by programs that loop over rows."""
 
 import triton
 
@@ -13,7 +13,7 @@ from softcell.kernels.schedule import Name
 
 
 class Lowering(Pass):
-    """A backward pass that takes gradients of planes to those of what their stages' matrices read."""
+    """The part of a backward pass from gradients of planes to those of the inputs of their stages' matrices."""
 
     def __init__(self, program, form, schedule):
         super().__init__(program, form, schedule)
@@ -21,7 +21,7 @@ class Lowering(Pass):
         self.given_gradient = self.gradient if program.stride == 1 else Name("given_gradient")
 
     def _pull_fields(self, plane, column=0):
-        """Where the gradient of a plane's value is read: at its node where it has one, else where it was gathered."""
+        """Where the gradient of a plane's value is read: at its node if it has one, otherwise where it was gathered."""
         p = self.program
         place = consumers(p).get(plane)
         if place is None:
@@ -30,12 +30,12 @@ class Lowering(Pass):
         return *self.view(p.inputs + j), p.node_inputs[j][i].path, self.unit(plane), plane, column // self.columns_unit
 
     def _lower_tiles(self, stages, lowered, dy, outside, x=None):
-        """∂y of stages, and ∂ of the depthwise results; `outside` counts the pixels of a border.
+        """Computes ∂y of stages and gradients of depthwise results; `outside` is the number of border pixels.
 
         x: an input tensor, whose gradient is computed instead.
         """
         b, c, fan_in, external = self.blocks, self.c, stages[0].fan_in, x is not None
-        # Where channels are several blocks, each of them would compute ∂y again.
+        # With several blocks of channels, each of them would recompute ∂y.
         pulled = external or c > b.tile_pulled
         g, y, rows, size = self.gradient, self.buffer, self.rows, (self.out_height, self.out_width)
         if external:
@@ -88,7 +88,7 @@ class Lowering(Pass):
         )  # fmt: skip
 
     def _lower_input(self, number, stages, to, dy):
-        """∂y of stages, and the gradient of the input tensor that they read."""
+        """Computes ∂y of stages, and the gradient of the input tensor that they read."""
         p, c, shape, stride = self.program, self.c, self.form.shapes[number], stages[0].stride
         block_k = min(self.blocks.lower_columns, padded(stages[0].fan_in))
         jobs = tuple(
@@ -110,7 +110,7 @@ class Lowering(Pass):
         )  # fmt: skip
 
     def _pull_dense(self, stages, gradient, y, dy, size, drops):
-        """Writes ∂y of stages before `_lower` if `lower_apart` is set; returns arguments of `_lower` for that."""
+        """Writes ∂y of stages before `_lower` if `lower_apart` is set; returns its extra arguments."""
         c, b = self.c, self.blocks
         depth = min(b.lower_pulled if b.lower_apart else b.lower_depth, padded(c))
         known = {"PULLED": bool(b.lower_apart), "WHOLE": self.columns_unit == c, "BLOCK_N": depth}

@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""How the stages of `derived` run: pixel by pixel, by lines, or depthwise convolutions and matrices apart."""
+"""Launches the stages of `derived`: pixel by pixel, by lines, or with separate depthwise and matrix kernels."""
 
 from dataclasses import replace
 
@@ -13,11 +13,11 @@ from softcell.kernels.derived_tiles_triton import _point_tiles
 
 
 class Stages(Pass):
-    """A pass that runs stages: matrix · depthwise(x) of what `Read` describes, into planes of y."""
+    """The part of a pass that runs stages: matrix · depthwise(x) of the maps in `Read`, into planes of y."""
 
     def _run_stages(self, stages, read, y, partial, size, rows):
-        """size: that of the output."""
-        # A pass that is given its statistics is not recorded: Python's time for a launch decides.
+        """size: of the output."""
+        # A pass with given statistics is not captured, so Python's launch overhead dominates.
         lines = 0 if self.form.known and self.blocks.stage_lines == 2 else self.blocks.stage_lines
         for group in by_size(stages):
             fits = group[0].size in (3, 5, 7) and group[0].stride == 1 and all(s.dilation in (1, 2) for s in group)
@@ -39,7 +39,7 @@ class Stages(Pass):
         )
 
     def _stage_jobs(self, stages, windows, block_n):
-        """What `_stages` reads: windows, weights, where results go, and the first of their columns."""
+        """What `_stages` reads: windows, weights, output locations, and their first columns."""
         return tuple(
             (*window, stage.matrix // self.weights_unit, stage.width // self.columns_unit, self.unit(stage.plane),
              stage.plane, stage.column // self.columns_unit, first // 16)
@@ -51,7 +51,7 @@ class Stages(Pass):
         c, dilations = self.c, {stage.dilation for stage in stages}
         block_n = min(256, padded(max(stage.width for stage in stages)))
         jobs = self._stage_jobs(stages, [(*read.window(s), self._depth_at(s)) for s in stages], block_n)
-        keeps = self.keeps(stages)  # jobs are numbered as stages then: those are at most as wide as a block
+        keeps = self.keeps(stages)  # jobs and stages have the same numbers here: stages are at most as wide as a block
         self.schedule.launch(
             _stage_lines, (rows // self.tile, len(jobs)), read.tensor, self.parameters, self.depths, y,
             y if partial is None else partial.tensor, self._kept_of(stages) if keeps else y, self.schedule.table(jobs),
@@ -64,20 +64,20 @@ class Stages(Pass):
         )  # fmt: skip
 
     def _run_apart(self, stages, read, y, partial, size, rows):
-        """Depthwise convolutions by one launch, then matrices by another."""
+        """One launch for the depthwise convolutions, then one for the matrices."""
         keeps = self.keeps(stages)
         to = self._kept_of(stages) if keeps else self.temporary(len(stages) * rows * self.pitch, self.dtype)
         self.depthwise_lines(stages, read, to)
         if self.blocks.point_tiles and self.tiles_fit(stages):
             self._run_tiles(stages, to, y, partial, rows)
         else:
-            # Rows of a dense map are maps of one pixel: their places take no arithmetic.
+            # Rows of a dense map are treated as maps of one pixel, whose positions need no arithmetic.
             self._run_group(points(stages), replace(self.dense(stages, to), tall=1, wide=1), y, partial, (1, 1), rows)
         if not keeps:
             self.schedule.free(to)
 
     def _run_tiles(self, stages, to, y, partial, rows):
-        """Matrices of depthwise results `to` by programs that go through blocks of rows."""
+        """Multiplies depthwise results `to` with matrices, by programs that loop over blocks of rows."""
         c, b, block_n = self.c, self.blocks, side_for(self.c, self.blocks.point_side)
         jobs = tuple(
             (i, s.matrix // self.weights_unit, self.unit(s.plane), s.plane, first // 16)

@@ -1,8 +1,8 @@
 # mypy: ignore-errors
 """Triton kernels of `derived` that turn sums over rows into the norms' coefficients, forward and backward.
 
-Where ranks share norms, each of the two becomes two kernels with a collective between them: the first leaves the sums
-of this rank's rows, the second reads those of all ranks. Nothing waits for the host, so a step can be recorded.
+If ranks share norms, each of the two becomes two kernels with a collective between them: the first writes the sums of
+this rank's rows, the second reads those of all ranks. Nothing waits for the host, so a step can be captured.
 """
 
 import triton
@@ -19,7 +19,8 @@ def _moments_of(
     """Mean and biased variance of a plane from sums and centred squares of tiles of rows."""
     total = tl.zeros((BLOCK, CB), dtype=tl.float32)
     square = tl.zeros((BLOCK, CB), dtype=tl.float32)
-    # Squares are taken around the mean of the first tile, which is near that of all: one pass, little cancellation.
+    # Squares are centred at the mean of the first tile, which is close to the overall mean: one pass, little
+    # cancellation.
     near = tl.load(partial_ptr + plane * C + c, mask=c_ok, other=0.0) / tl.minimum(rows, TILE)
     for start in range(0, tiles, BLOCK):
         t = start + tl.arange(0, BLOCK)
@@ -32,7 +33,7 @@ def _moments_of(
         total += sums
         square += tl.where(ok, inner + count * off * off, 0.0)
     mean = tl.sum(total, 0) / rows
-    # Rounding may take the difference below 0.
+    # Rounding may make the difference negative.
     return mean, tl.maximum(tl.sum(square, 0) / rows - (mean - near) * (mean - near), 0.0)
 
 
@@ -74,7 +75,7 @@ def _collect_moments(
     partial_ptr, to_ptr, jobs_ptr, rows, tiles, measured, rank, terms, C: tl.constexpr, CB: tl.constexpr,
     TILE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Means and centred squares of this rank's rows, and their number, into its row of `to` [ranks, 2 terms C + 1]."""
+    """Writes means, centred squares and number of this rank's rows to its row of `to` [ranks, 2 terms C + 1]."""
     term = tl.program_id(0)
     plane = tl.load(jobs_ptr + term * 3)
     c = tl.program_id(1) * CB + tl.arange(0, CB)
@@ -91,7 +92,7 @@ def _merge_moments(
     from_ptr, w_ptr, moments_ptr, coefficients_ptr, reciprocals_ptr, jobs_ptr, ranks, terms, planes, eps,
     C: tl.constexpr, CB: tl.constexpr,
 ):  # fmt: skip
-    """What `_finish_moments` writes, of the rows of all ranks (`kernels.shared` has the rule); and 1 / their number."""
+    """Like `_finish_moments`, for the rows of all ranks (by the rule in `kernels.shared`); also 1 / their number."""
     term = tl.program_id(0)
     job = jobs_ptr + term * 3
     plane, scale, shift = tl.load(job), tl.load(job + 1), tl.load(job + 2)
@@ -121,7 +122,7 @@ def _merge_moments(
 def _known_moments(
     running_ptr, w_ptr, moments_ptr, coefficients_ptr, jobs_ptr, planes, eps, C: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """What `_finish_moments` writes, from given means and variances."""
+    """Like `_finish_moments`, from given means and variances."""
     job = jobs_ptr + tl.program_id(0) * 3
     plane, scale, shift = tl.load(job), tl.load(job + 1), tl.load(job + 2)
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -138,7 +139,7 @@ def _arrival_sums(
     buffer_ptr, gradient_ptr, moments_ptr, factors_ptr, partial_ptr, jobs_ptr, rows, rows_each, AREA: tl.constexpr,
     samples, size, planes, terms, C: tl.constexpr, CB: tl.constexpr, BLOCK: tl.constexpr, DROPS: tl.constexpr,
 ):  # fmt: skip
-    """Σ g and Σ g·ŷ of planes that arrive at a node, over a part of the rows."""
+    """Σ g and Σ g·ŷ of a node's input planes, over a part of the rows."""
     t = tl.program_id(1)
     job = jobs_ptr + t * 7
     g_unit, g_column, distance, path = tl.load(job), tl.load(job + 1) * C, tl.load(job + 2) * C, tl.load(job + 3)
@@ -208,7 +209,7 @@ def _finish_slopes(
     partial_ptr, w_ptr, moments_ptr, slopes_ptr, parameter_gradient_ptr, jobs_ptr, splits, terms, planes, scale,
     C: tl.constexpr, CB: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """From Σ g and Σ g·ŷ to ∂y as a linear function of g and y, and to the gradients of scale and shift."""
+    """Computes ∂y as a linear function of g and y, and the gradients of scale and shift, from Σ g and Σ g·ŷ."""
     job = jobs_ptr + tl.program_id(0) * 4
     place, plane, gamma_at, beta_at = tl.load(job), tl.load(job + 1), tl.load(job + 2), tl.load(job + 3)
     c = tl.program_id(1) * CB + tl.arange(0, CB)
@@ -224,7 +225,7 @@ def _collect_slopes(
     partial_ptr, to_ptr, parameter_gradient_ptr, jobs_ptr, splits, terms, C: tl.constexpr, CB: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Σ g and Σ g·ŷ of this rank's rows into `to` [2, terms, C]; they are its gradients of shift and scale."""
+    """Writes Σ g and Σ g·ŷ of this rank's rows to `to` [2, terms, C]; they are its gradients of shift and scale."""
     job = jobs_ptr + tl.program_id(0) * 4
     place, gamma_at, beta_at = tl.load(job), tl.load(job + 2), tl.load(job + 3)
     c = tl.program_id(1) * CB + tl.arange(0, CB)
@@ -253,7 +254,7 @@ def _merge_slopes(
 
 
 def measure(run, partial, planes, rows):
-    """From the sums of a norm group's planes to moments and coefficients."""
+    """Computes moments and coefficients from the sums of a norm group's planes."""
     p, c, schedule = run.program, run.c, run.schedule
     jobs = schedule.table(tuple((plane, run.norms[plane].scale, run.norms[plane].shift) for plane in planes))
     grid = (len(planes), triton.cdiv(c, 4))
@@ -264,7 +265,7 @@ def measure(run, partial, planes, rows):
             partial.splits, p.planes, partial.terms, p.eps, **sizes,
         )  # fmt: skip
         return
-    # A sum of rows that are zero elsewhere is a gather.
+    # Summing rows that are zero on all other ranks is a gather.
     merged = run.temporary(run.form.ranks * (2 * len(planes) * c + 1), zeroed=True)
     schedule.launch(
         _collect_moments, grid, partial.tensor, merged, jobs, rows, partial.splits, partial.terms, run.form.rank,
@@ -279,11 +280,11 @@ def measure(run, partial, planes, rows):
 
 
 def arrival_sums(run, jobs, planes):
-    """Sums over the gradients of what arrives at nodes, a job of `_pull_rows` for each plane, and slopes from them."""
+    """Sums over gradients of node inputs, one job of `_pull_rows` per plane, and the slopes computed from them."""
     p, c = run.program, run.c
     blocks = triton.cdiv(c, run.block_c)
     block = max(1, run.blocks.sums_elements // run.block_c)
-    # 1,056 programs are eight for each of `MULTIPROCESSORS`.
+    # 1,056 programs are eight per multiprocessor (`MULTIPROCESSORS`).
     splits = max(1, min(triton.cdiv(run.rows, block), triton.cdiv(1056, len(jobs) * blocks)))
     each = triton.cdiv(triton.cdiv(run.rows, splits), block) * block
     splits = triton.cdiv(run.rows, each)
@@ -297,7 +298,7 @@ def arrival_sums(run, jobs, planes):
 
 
 def finish_slopes(run, partial, planes, rows):
-    """From the gradients' sums of a norm group's planes, by place among `planes`, to slopes; frees the sums."""
+    """Computes slopes from the gradient sums of a norm group's planes, by position in `planes`; frees the sums."""
     p, c, schedule, norms = run.program, run.c, run.schedule, run.norms
     jobs = schedule.table(tuple((i, plane, norms[plane].scale, norms[plane].shift) for i, plane in enumerate(planes)))
     grid = (len(planes), triton.cdiv(c, 4))

@@ -1,9 +1,10 @@
 # mypy: ignore-errors
-"""Triton kernels of `derived` whose programs go through blocks of rows: products with the matrices of stages.
+"""Triton kernels of `derived` whose programs loop over blocks of rows: products with the matrices of stages.
 
-Where a program handles one block it loads weights for it alone, in 4 bytes, which are more than the block itself from
-65 channels on; and it waits for its job, its loads, its product and its stores one after the other. Here weights stay,
-and the loads of the next blocks are under way while one is multiplied and stored.
+A program that processes one block loads weights for that block only. At 4 bytes each they are larger than the block
+itself from 65 channels on. The program also waits for its job, its loads, its product and its stores one after the
+other. Here weights are loaded once, and the loads of the next blocks are in flight while a block is multiplied and
+stored.
 """
 
 import triton
@@ -18,7 +19,7 @@ def _point_tiles(
     PITCH: tl.constexpr, WEIGHTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr, STATS: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """`_stages` of depthwise results, dense [rows, PITCH], where a block holds all their channels."""
+    """`_stages` of depthwise results, dense [rows, PITCH], if a block holds all their channels."""
     job = jobs_ptr + tl.program_id(1) * 5
     source, matrix, unit = tl.load(job).to(tl.int64), tl.load(job + 1) * WEIGHTS, tl.load(job + 2).to(tl.int64)
     plane, n = tl.load(job + 3), tl.load(job + 4) * 16 + tl.arange(0, BLOCK_N)
@@ -61,12 +62,12 @@ def _lower_tiles(
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, EXTERNAL: tl.constexpr, PULLED: tl.constexpr,
     ALIGNED: tl.constexpr, DROPS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """`_lower` without strides where a block holds all columns of ∂y: a program goes through blocks of rows.
+    """`_lower` without strides, if a block holds all columns of ∂y: a program loops over blocks of rows.
 
-    It loads its weights once, and what it needs of the next rows is under way meanwhile. The first `programs` programs
-    of a job do so, the others write its BORDER of zeros. PULLED: ∂y is there already; else the program writes it, and
-    a block holds all channels. EXTERNAL: what is written is the gradient of an input tensor. ALIGNED: blocks of rows
-    are whole, and within a cell in one image each.
+    It loads its weights once and prefetches the next rows. The first `programs` programs of a job do this, the others
+    write its BORDER of zeros. PULLED: ∂y was already written; otherwise the program writes it, and a block holds all
+    channels. EXTERNAL: the output is the gradient of an input tensor. ALIGNED: all blocks of rows are complete and,
+    inside a cell, each is within one image.
     """
     job = jobs_ptr + tl.program_id(1) * 10
     matrix, unit, k = tl.load(job + 7) * WEIGHTS, tl.load(job + 8).to(tl.int64), tl.load(job + 9) * 16
@@ -116,7 +117,7 @@ def _lower_tiles(
                     g *= tl.load(factors + start // area, mask=path >= 0, other=1.0)
                 else:
                     g *= tl.load(factors + (start + m) // area, mask=m_ok & (path >= 0), other=1.0)[:, None]
-            dy = (g * slope + y * back + level).to(kind)  # zero beyond the channels: all three are
+            dy = (g * slope + y * back + level).to(kind)  # all three are zero beyond the channels
             tl.store(dy_at, dy, mask=whole)
         there = m_ok[:, None] & (k < PITCH)[None, :]
         if EXTERNAL:

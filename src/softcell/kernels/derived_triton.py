@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""The passes of `derived` by Triton: which kernel runs when, on which rows of its tables."""
+"""The Triton passes of `derived`: which kernel runs when, on which rows of its tables."""
 
 import functools
 import math
@@ -46,7 +46,7 @@ class Forward(Stages):
         else:
             self._preprocess()
         size = (self.out_height, self.out_width)
-        waiting = []  # nodes that nobody has read yet
+        waiting = []  # nodes that have not been read yet
         for plane in (p.inputs - 1, *p.node_planes):
             if p.is_node(plane):
                 waiting.append(plane)
@@ -76,7 +76,7 @@ class Forward(Stages):
         partial = None if self.form.known else self._partial(self.tiles(self.rows_in), p.inputs)
         for number in range(p.inputs):
             stages = tuple(s for s in p.preprocess if s.source == -1 - number)
-            # A pass with given statistics is not recorded: there Python's time for a launch decides.
+            # A pass with given statistics is not captured, so Python's launch overhead dominates.
             first = number + 1 < p.inputs and not self.form.known
             with self.beside() if first else nullcontext():
                 read = self._external(number)
@@ -87,10 +87,11 @@ class Forward(Stages):
             self.schedule.free(partial.tensor)
 
     def begin(self):
-        """Depthwise kernels in the kernels' order, and the planes' state [8, planes, c] ([9, planes, c] if shared).
+        """Transposed depthwise kernels, and the planes' state [8, planes, c] ([9, planes, c] if shared).
 
         Mean, 1/√(variance + eps) and variance; the two coefficients of the value, 1 and 0 without a norm; the three of
-        the gradient, 1, 0 and 0, which the backward pass fills; if ranks share norms, 1 / the number of their rows.
+        the gradient, initially 1, 0 and 0, which the backward pass fills; if ranks share norms, 1 / the total number of
+        rows.
         """
         p, c = self.program, self.c
         deep = [s for s in _stages_of(p) if s.depth != NONE]
@@ -115,7 +116,7 @@ class Forward(Stages):
             measure(self, partial, planes, rows)
 
     def _add_up(self, planes):
-        """Sums into nodes, of several at a time: one node alone would not occupy a GPU."""
+        """Sums into several nodes at a time, because one node does not fill a GPU."""
         if not planes:
             return
         p, c = self.program, self.c
@@ -152,11 +153,11 @@ class Backward(Lowering):
     """One backward pass of a program, from the gradient of its output to those of parameters and input tensors."""
 
     def plan(self):
-        """The first nodes · c columns of `buffer_gradient` are the output's gradient, which a run copies there."""
+        """The first nodes · c columns of `buffer_gradient` are the output gradient, which a run copies there."""
         p = self.program
         self.split_state(Name("state"))
         self.parameter_gradient = Name("parameter_gradient")
-        self.schedule.new("parameter_gradient", self.form.num_parameters, torch.float32)  # kernels write all of it
+        self.schedule.new("parameter_gradient", self.form.num_parameters, torch.float32)  # kernels write every element
         self.weights = WeightGradients(self)
         arrived = []
         for plane in reversed((p.inputs - 1, *p.node_planes)):
@@ -173,7 +174,7 @@ class Backward(Lowering):
         self.schedule.join()
 
     def _arrive(self, nodes):
-        """Sums over the gradients of finished nodes, for the norms of all that arrives there."""
+        """Sums over the gradients of finished nodes, for the norms of their inputs."""
         p = self.program
         inputs = [a.plane for node in nodes for a in p.node_inputs[node - p.inputs]]
         planes = tuple(plane for plane in inputs if plane in self.norms and plane >= p.inputs)
@@ -182,7 +183,7 @@ class Backward(Lowering):
         arrival_sums(self, tuple(self._pull_fields(plane) for plane in planes), planes)
 
     def _leave(self, found):
-        """From the gradients of all that leaves a round's sources to those of the sources."""
+        """Computes the gradients of a round's sources from those of all their outgoing operations."""
         p = self.program
         inward = found.sources[0] < p.inputs
         if found.second:
@@ -195,10 +196,10 @@ class Backward(Lowering):
         self._gather(found.sources, found.first, found.pools, lowered, x, dx, adds=not inward, stats=stats)
 
     def _lower_and_weigh(self, stages, x):
-        """∂ of the depthwise results [stages, n, h' + 2 border, w' + 2 border, c]; and the gradients of weights."""
+        """Gradients of depthwise results [stages, n, h' + 2 border, w' + 2 border, c], and of weights."""
         factors, read, border = self.by_factors(stages), None, border_of(stages)
         if not factors or self.blocks.weight_factors == 2:
-            with self.beside():  # only gradients of weights read it
+            with self.beside():  # only read by gradients of weights
                 read = self._activated(stages, x)
         pixels = self.n * (self.out_height + 2 * border) * (self.out_width + 2 * border)
         size = pixels * self.pitch
@@ -221,7 +222,7 @@ class Backward(Lowering):
         return lowered
 
     def _depthwise_results(self, stages, read):
-        """Depthwise results as maps: those that the forward pass kept, or computed again from `read`."""
+        """Depthwise results as maps: kept by the forward pass, or recomputed from `read`."""
         if read is None:
             return self.dense(stages, self.depthwise, self.numbers[stages[0]])
         to = self.temporary(len(stages) * self.rows * self.pitch, self.dtype)
@@ -332,8 +333,8 @@ class Backward(Lowering):
 def forward_schedule(program, form, device):
     """The schedule of a forward pass.
 
-    Given: parameters, input0…, running where it is known, factors of drop-path where there are any. Results: buffer
-    and given, state, winners and depths.
+    Inputs: parameters, input0…, running if statistics are given, factors if drop-path is active. Outputs: buffer and
+    given, state, winners and depths.
     """
     return _scheduled(Forward, program, form, device, overridden())
 
@@ -341,13 +342,13 @@ def forward_schedule(program, form, device):
 def backward_schedule(program, form, device):
     """The schedule of a backward pass.
 
-    Given: what the forward pass was given and gave, and buffer_gradient and given_gradient. Results:
-    parameter_gradient, input0_gradient….
+    Inputs: inputs and outputs of the forward pass, buffer_gradient and given_gradient. Outputs: parameter_gradient,
+    input0_gradient….
     """
     return _scheduled(Backward, program, form, device, overridden())
 
 
-# The last argument is part of the key only: a plan depends on `OVERRIDES` too.
+# The last argument is only part of the cache key: a plan also depends on `OVERRIDES`.
 @functools.lru_cache(maxsize=512)
 def _scheduled(kind, program, form, device, _):
     names = ("parameters", "running", "factors", "state", "depths")

@@ -1,7 +1,7 @@
 # mypy: ignore-errors
 """Gradients of the weights of `derived`: kernels, and the plan of their partial sums.
 
-They come from the gradient of the dense kernel depthwise[tap, k] · matrix[n, k], which tensor cores compute.
+They are derived from the gradient of the dense kernel depthwise[tap, k] · matrix[n, k], computed by tensor cores.
 """
 
 from itertools import accumulate
@@ -26,10 +26,10 @@ def _weight_gradient(
 ):  # fmt: skip
     """Σ over rows of ∂y[n] · x[tap, k]: the gradient of a dense kernel.
 
-    Taps and channels are one axis of SIZE² · X_PITCH columns, so that a tensor core's block wastes only what is missing
-    in its last one. Between the channels of two taps may lie columns of nothing, whose sums are not stored. WHOLE: all
-    stages write planes from their first column on. ALIGNED: blocks are whole lines of one image, so that addresses
-    differ by one number from block to block.
+    Taps and channels are one axis of SIZE² · X_PITCH columns, so that only the last block is partly filled. There may
+    be padding columns between the channels of two taps; their sums are not stored. WHOLE: all stages write planes
+    starting at the first column. ALIGNED: blocks are complete lines of one image, so that addresses increase by a
+    constant from block to block.
     """
     job = jobs_ptr + tl.program_id(0) * 10
     unit, column, columns = tl.load(job), tl.load(job + 1) * COLUMNS, tl.load(job + 2) * COLUMNS
@@ -43,7 +43,7 @@ def _weight_gradient(
     k_ok = k < SIZE * SIZE * X_PITCH
     if WHOLE:
         column = 0
-    # Columns beyond the last are those of another stage or nothing; a mask of them would make loads narrower.
+    # Columns beyond the last one belong to another stage or are padding; masking them would make loads narrower.
     n_ok = column + n < DY_PITCH
     area: tl.constexpr = OUT_HEIGHT * OUT_WIDTH
     begin = tl.program_id(1) * rows_each
@@ -84,7 +84,7 @@ def _weight_gradient(
 
 @triton.jit
 def _sum_splits(sums_ptr, to_ptr, jobs_ptr, SPLITS: tl.constexpr, BLOCK: tl.constexpr):
-    """Σ over the splits of partial sums: of dense kernels into the first split, of matrices into their gradients."""
+    """Adds the splits of partial sums: of dense kernels into the first split, of matrices into their gradients."""
     job = jobs_ptr + tl.program_id(0) * 6
     start, length, apart, splits = tl.load(job), tl.load(job + 1), tl.load(job + 2), tl.load(job + 3)
     i = tl.load(job + 4) * BLOCK + tl.arange(0, BLOCK)
@@ -99,7 +99,7 @@ def _sum_splits(sums_ptr, to_ptr, jobs_ptr, SPLITS: tl.constexpr, BLOCK: tl.cons
     if to >= 0:
         tl.store(to_ptr + to + i, found, mask=ok)
     else:
-        tl.debug_barrier()  # before that, all of the first split has been read
+        tl.debug_barrier()  # all of the first split has been read before
         tl.store(sums_ptr + start + i, found, mask=ok)
 
 
@@ -107,7 +107,7 @@ def _sum_splits(sums_ptr, to_ptr, jobs_ptr, SPLITS: tl.constexpr, BLOCK: tl.cons
 def _finish_weights(
     dense_ptr, w_ptr, depth_ptr, to_ptr, jobs_ptr, C: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr
 ):
-    """From the gradient of the dense kernel, depthwise[tap, k] · matrix[n, k], to those of its two factors."""
+    """Computes the gradients of both factors from that of the dense kernel, depthwise[tap, k] · matrix[n, k]."""
     job = jobs_ptr + tl.program_id(0) * 5
     dense, matrix, depth, start = tl.load(job), tl.load(job + 1), tl.load(job + 2), tl.load(job + 3) * C
     taps = tl.load(job + 4)
@@ -130,7 +130,7 @@ def _finish_weights(
 def _products(
     u0, u1, u2, z0, z1, z2, z3, at, line, ok, last: tl.constexpr, STRAIGHT: tl.constexpr, DILATION: tl.constexpr
 ):  # fmt: skip
-    """Adds the products of four lines z with a column of gradients that lie below each other, for three taps."""
+    """Adds the products of four lines z with a column of vertically adjacent gradients, for three taps."""
     for v in tl.static_range(4 + 2 * DILATION):
         below = line + v
         if last > 0:
@@ -138,7 +138,7 @@ def _products(
         x = tl.load(at + below * STRAIGHT, mask=ok, other=0.0).to(tl.float32)
         for number in tl.static_range(4):
             z = (z0, z1, z2, z3)[number]
-            # Tap r of line l goes to line l - r · DILATION, counted from the topmost one.
+            # Tap r of line l contributes to line l - r · DILATION, counted from the topmost one.
             if v == number + 2 * DILATION:
                 u0 += x * z
             if v == number + DILATION:
@@ -150,7 +150,7 @@ def _products(
 
 @triton.jit
 def _value(at, a, b, ok):
-    """ReLU(z) as windows were read from it."""
+    """ReLU(z) as it was read by windows."""
     y = tl.load(at, mask=ok, other=0.0)
     z = tl.where(ok, tl.maximum(y.to(tl.float32) * a + b, 0.0), 0.0)
     return z.to(y.dtype).to(tl.float32)
@@ -162,10 +162,10 @@ def _depth_gradient(
     WIDTH: tl.constexpr, BORDER: tl.constexpr, x_size, lowered_size, planes, C: tl.constexpr, PITCH: tl.constexpr,
     DILATION: tl.constexpr, FLAT: tl.constexpr,
 ):  # fmt: skip
-    """Σ over pixels of ReLU(z) · ∂ of the depthwise result at each of 3×3 taps, by column: the depthwise gradient.
+    """The depthwise gradient: Σ over pixels of ReLU(z) · (gradient of the depthwise result) at 3×3 taps, by column.
 
-    A program adds up groups of four lines. Threads lie along FLAT values of a line, so nothing is summed across them.
-    DILATION: that of all windows, 0 where it is 1 or 2.
+    A program adds groups of four lines. Threads are spread over FLAT values of a line, so nothing is summed across
+    threads. DILATION: that of all windows, 0 if it is 1 or 2.
     """
     job = jobs_ptr + tl.program_id(1) * 8
     unit, column, distance, plane = tl.load(job), tl.load(job + 1) * C, tl.load(job + 2) * C, tl.load(job + 3)
@@ -220,7 +220,7 @@ def _depth_gradient(
 def _finish_depths(
     sums_ptr, to_ptr, jobs_ptr, C: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Σ over the splits of depthwise gradients, (tap, channel), into gradients of parameters, (channel, tap)."""
+    """Adds the splits of depthwise gradients, (tap, channel), into gradients of parameters, (channel, tap)."""
     job = jobs_ptr + tl.program_id(0) * 3
     start, splits, depth = tl.load(job), tl.load(job + 1), tl.load(job + 2)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -234,7 +234,7 @@ def _finish_depths(
 
 
 SHARED_MEMORY = 227 * 1024
-"""Bytes of shared memory of a multiprocessor of an H100 or H200."""
+"""Bytes of shared memory per multiprocessor of an H100 or H200."""
 
 
 def warps_for(block_n, block_k):
@@ -242,7 +242,7 @@ def warps_for(block_n, block_k):
 
 
 def fitting(blocks, block_n, block_k, itemsize, num_stages):
-    """Programs of `_weight_gradient` that a GPU holds: by shared memory, and by 16 warps of 128 registers a thread."""
+    """Programs of `_weight_gradient` that fit a GPU, by shared memory and by 16 warps of 128 registers per thread."""
     shared = num_stages * blocks.weight_rows * (block_n + block_k) * itemsize
     each = min(SHARED_MEMORY // shared, 16 // warps_for(block_n, block_k))
     return MULTIPROCESSORS * max(1, each)
@@ -261,7 +261,7 @@ class WeightSums(NamedTuple):
 
 
 class WeightGradients:
-    """Partial sums of the weight gradients of a backward pass, and what becomes of them at its end."""
+    """Partial sums of the weight gradients of a backward pass, and their reduction at its end."""
 
     def __init__(self, run):
         self.run = run
@@ -278,7 +278,7 @@ class WeightGradients:
             plan = self.plans[group]
             external = group[0].source < 0
             aligned = size[0] * size[1] % b.weight_rows == 0 and b.weight_rows % size[1] == 0
-            aligned = aligned and not (external and group[0].stride > 1)  # those need a mask
+            aligned = aligned and not (external and group[0].stride > 1)  # these need a mask
             jobs = tuple(
                 (numbered[s], s.column // run.columns_unit, s.width // run.columns_unit, *read.window(s),
                  plan.start + at, n // 16, k // 16)
@@ -297,7 +297,7 @@ class WeightGradients:
             )  # fmt: skip
 
     def add_by_factors(self, stages, x, dense, dy, lowered):
-        """Partial sums of the gradients of the stages' matrices and depthwise kernels, each by itself.
+        """Partial sums of the gradients of the stages' matrices and depthwise kernels, computed separately.
 
         dense: depthwise results as maps; lowered: their gradients.
         """
@@ -323,12 +323,12 @@ class WeightGradients:
         return b.point_stages if matrices else b.weight_stages
 
     def _plan_depths(self):
-        """By stages that `add_by_factors` handles: splits, groups of four lines of each, where partial sums begin."""
+        """For stages handled by `add_by_factors`: splits, groups of four lines in each, offsets of partial sums."""
         run, found, start = self.run, {}, 0
         groups, width = run.n * triton.cdiv(run.out_height, 4), run.out_width
         for stages in (stages for r in run.program.rounds for stages in (r.first, r.second) if run.by_factors(stages)):
             jobs = len(stages) * triton.cdiv(width * run.pitch, run.blocks.depth_flat)
-            # Every column of a line is a split, so that a program should add up some lines.
+            # Every column of a line is a split, so a program should add several lines.
             least = min(groups, max(4, width // 4))
             splits = max(1, min(groups // least, run.blocks.depth_programs // jobs))
             each = triton.cdiv(groups, splits)
@@ -338,7 +338,7 @@ class WeightGradients:
         return found, start
 
     def _plan(self):
-        """By group of stages that `add` handles in one launch, where its partial sums lie."""
+        """The partial sums of each group of stages that `add` processes in one launch."""
         run, p, b = self.run, self.run.program, self.run.blocks
         found, start = {}, 0
         inputs = [tuple(s for s in p.preprocess if s.source == -1 - i) for i in range(p.inputs)]
@@ -348,7 +348,7 @@ class WeightGradients:
             for group in by_size(stages):
                 external, fan_in, staged = group[0].source < 0, group[0].fan_in, self._num_stages(group)
                 columns = group[0].taps * (fan_in if external else run.pitch)
-                most = b.weight_side if run.dtype == torch.bfloat16 else min(b.weight_side, 64)  # spills beyond it
+                most = b.weight_side if run.dtype == torch.bfloat16 else min(b.weight_side, 64)  # larger values spill
                 block_n = side_for(max(s.width for s in group), most)
                 block_k = side_for(columns, most)
                 jobs = sum(triton.cdiv(s.width, block_n) for s in group) * triton.cdiv(columns, block_k)
@@ -364,13 +364,13 @@ class WeightGradients:
         return found
 
     def finish(self, to):
-        """From partial sums to the gradients of matrices and depthwise kernels, which `to` receives."""
+        """Reduces partial sums to the gradients of matrices and depthwise kernels, written to `to`."""
         run, c, block = self.run, self.run.c, self.run.blocks.splits_block
         adding, deep = [], []
         for group, plan in self.plans.items():
             for s, at in zip(group, plan.at, strict=True):
                 length = s.taps * s.width * s.fan_in
-                at_once = NONE if s.size > 1 else s.matrix  # matrices without a depthwise kernel are done then
+                at_once = NONE if s.size > 1 else s.matrix  # matrices without a depthwise kernel are then complete
                 adding += [
                     (plan.start + at, length, plan.length, plan.splits, i, at_once)
                     for i in range(triton.cdiv(length, block))

@@ -1,11 +1,11 @@
-"""Kernels of each sample (NOS, A.1.2), for several modules m that read one map:
+"""Per-sample dynamic kernels (NOS, A.1.2) for several modules m that read the same map:
 
     l = W2 x,  a = softmax_hw(l),  z = a relu(norm(W1 x)),  d = softmax_taps(z W3)
 
-x [n, h·w, c] gives every module k² taps t, each with a number per channel. In plain PyTorch a module is ten operations
-forward and twenty backward. Triton's kernels go through the places in registers, for all modules at once: one launch
-forward, one backward and two sums; what is kept is d, z and one number per tap. `dynamic_kernels_reference` is the
-twin.
+Every module computes k² taps t from x [n, h·w, c], each with one value per channel. In plain PyTorch a module takes ten
+operations forward and twenty backward. The Triton kernels loop over the positions in registers, for all modules at
+once: one launch forward, one backward and two sums. They keep d, z and one value per tap. `dynamic_kernels_reference`
+is the plain twin.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ TAPS = 32
 
 
 def fits(x: Tensor, compressed: Tensor, taps: tuple[int, ...]) -> bool:
-    """Whether Triton's kernels support these sizes on this device."""
+    """Whether the Triton kernels support these sizes on this device."""
     if not runs_triton(x) or x.dtype != compressed.dtype:
         return False
     # As compiled for 16, 32 and 64 channels: 29, 26 and 37 KB in bfloat16, 46, 45 and 88 KB in float32.
@@ -35,10 +35,10 @@ def fits(x: Tensor, compressed: Tensor, taps: tuple[int, ...]) -> bool:
 
 
 def dynamic_kernels(x: Tensor, compressed: Tensor, score: Tensor, decode: Tensor, taps: tuple[int, ...]) -> Tensor:
-    """All kernels [n, Σ k², c], in float32 at least, module by module.
+    """All kernels [n, Σ k², c], in float32 or wider, module after module.
 
     x [n, h·w, c]; compressed [n, h·w, m·r], relu(norm(W1 x)) of all modules; score W2 [Σ k², c]; decode W3 [m, c, r];
-    taps: the k² of each module.
+    taps: k² of each module.
     """
     if not fits(x, compressed, taps):
         return dynamic_kernels_reference(x, compressed, score, decode, taps)
@@ -48,7 +48,7 @@ def dynamic_kernels(x: Tensor, compressed: Tensor, score: Tensor, decode: Tensor
 def dynamic_kernels_reference(
     x: Tensor, compressed: Tensor, score: Tensor, decode: Tensor, taps: tuple[int, ...]
 ) -> Tensor:
-    """The twin of `dynamic_kernels`, module by module."""
+    """The plain twin of `dynamic_kernels`, module by module."""
     exact, found = torch.promote_types(x.dtype, torch.float32), []
     parts = zip(torch.split(score, list(taps)), compressed.chunk(len(taps), 2), decode, strict=True)
     for scores, values, out in parts:
@@ -59,12 +59,12 @@ def dynamic_kernels_reference(
 
 
 def starts(taps: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
-    """Where the taps of each module begin, and how many there are."""
+    """The first tap of each module, and the number of its taps."""
     return tuple(zip(accumulate(taps, initial=0), taps, strict=False))
 
 
 class _DynamicKernels(torch.autograd.Function):
-    """Triton's kernels."""
+    """`dynamic_kernels` by Triton kernels."""
 
     @staticmethod
     def forward(ctx: Any, taps: tuple[int, ...], *given: Tensor) -> Tensor:
@@ -78,14 +78,14 @@ class _DynamicKernels(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x, compressed, score, decode, *kept = ctx.saved_tensors
-        if torch.is_grad_enabled():  # second derivatives: only the twin has them
+        if torch.is_grad_enabled():  # only the twin supports second derivatives
 
             def twin(*own: Tensor) -> list[Tensor]:
                 return [dynamic_kernels_reference(own[0], own[1], own[2], own[3], ctx.taps)]
 
             return None, *by_twin(twin, (x, compressed, score, decode), [gradient])
         rows = x.contiguous(), compressed if compressed.stride(2) == 1 else compressed.contiguous()
-        weights = is_wanted(ctx, 2) or is_wanted(ctx, 3)  # in architecture steps weights need no gradient
+        weights = is_wanted(ctx, 2) or is_wanted(ctx, 3)  # architecture steps need no gradient of the weights
         return None, *triton_kernels("dynamic").backward(
             *rows, score.contiguous(), decode.contiguous(), ctx.taps, *kept, gradient.contiguous(), weights
         )

@@ -1,9 +1,9 @@
 # mypy: ignore-errors
-"""Triton kernels of `dynamic`: a program has the taps of one module (forward), or some places (backward), of a sample.
+"""Triton kernels of `dynamic`: a program handles one module's taps (forward) or some positions (backward) of a sample.
 
-Sums are in float32. Gradients of weights are a row per program, added up outside in a fixed order, so that results
-repeat bit for bit. Products are written so that they have at most 32 rows, or two warps: Triton 3.6 has an instruction
-for larger ones that gave wrong numbers elsewhere (see `indicator_triton`).
+Sums are accumulated in float32. Every program writes a row of weight gradients; the rows are added outside in a fixed
+order, so results repeat bit for bit. Products have at most 32 rows, or two warps: for larger ones Triton 3.6 uses an
+instruction that gave wrong results elsewhere (see `indicator_triton`).
 """
 
 import torch
@@ -14,17 +14,17 @@ from softcell.kernels.backend import padded, table
 from softcell.kernels.dynamic import TAPS, starts
 
 TILE = 4096
-"""Bytes of a tile of places × channels, backward; forward twice as many."""
+"""Bytes of a tile of positions × channels in the backward pass; twice as many in the forward pass."""
 
 
 @triton.jit
 def _dot(a, b):
-    return tl.dot(a, b, input_precision="tf32x3")  # of float32: as exact, in fewer instructions
+    return tl.dot(a, b, input_precision="tf32x3")  # for float32: equally accurate, fewer instructions
 
 
 @triton.jit
 def _tile(ptr, rows, columns, row_ok, column_ok, stride):
-    """[rows, columns] out of memory in which a row takes `stride` numbers."""
+    """Loads [rows, columns] from memory with a row stride of `stride` values."""
     at = rows[:, None] * stride + columns[None, :]
     return tl.load(ptr + at, mask=row_ok[:, None] & column_ok[None, :], other=0.0)
 
@@ -49,7 +49,7 @@ def _forward(
         p = start + tl.arange(0, PB)
         x = _tile(x_ptr, p, c, p < places, c_ok, C)
         logits = tl.where((p < places)[None, :], _dot(score, tl.trans(x)), -1e30)
-        # A softmax in one pass: what was summed so far is scaled down whenever a larger logit comes.
+        # One-pass (online) softmax: the sums so far are rescaled whenever a larger logit appears.
         larger = tl.maximum(largest, tl.max(logits, 1))
         scale = tl.exp(largest - larger)
         weights = tl.exp(logits - larger[:, None])
@@ -126,12 +126,12 @@ def _sizes(x, compressed, taps):
 
 
 def _places(x, sizes, largest):
-    """Of a tile: a power of two."""
+    """Positions of a tile, a power of two."""
     return max(32, min(128, largest // (sizes["CB"] * x.element_size())))
 
 
 def forward(x, compressed, score, decode, taps):
-    """Kernels [n, Σ k², c], and what the backward pass needs: z [n, Σ k², r] and, of the softmax, [n, Σ k²]."""
+    """Kernels [n, Σ k², c], and tensors for the backward pass: z [n, Σ k², r] and the softmax statistics [n, Σ k²]."""
     (n, places, c), rows = x.shape, sum(taps)
     sizes = _sizes(x, compressed, taps)
     made = x.new_empty((n, rows, c), dtype=torch.float32)
@@ -145,7 +145,7 @@ def forward(x, compressed, score, decode, taps):
 
 
 def backward(x, compressed, score, decode, taps, made, latent, totals, dmade, weights):
-    """The gradients of x, of what is compressed, and of both weights: None each unless they are asked for."""
+    """The gradients of x, of the compressed map and of both weights; None for those not requested."""
     (n, places, c), rows, modules = x.shape, sum(taps), len(taps)
     sizes = _sizes(x, compressed, taps)
     tile = _places(x, sizes, TILE)

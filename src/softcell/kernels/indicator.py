@@ -3,10 +3,9 @@
     t̂_k = LN(pool(X_k) + p_k),  l_k = asked·t̂_k + shift,  a = softmax([l_0, l_1 … l_m, l of zeros])
     T   = X_0 + (a_0 X_0 + Σ_k a_k X_k) W_v,  Y = LN(T),  output = LN(Y + FFN(Y))
 
-In plain PyTorch that is some twenty operations forward and fifty backward, most of them over whole maps. Triton's
-kernels have an image of an edge in registers: one launch forward and three backward. The backward pass keeps the maps,
-the attention, and Y and the output before scale and shift. `indicate_reference` is the twin of
-`indicate`.
+In plain PyTorch this takes about twenty operations forward and fifty backward, most of them over whole maps. The Triton
+kernels hold an image of an edge in registers: one launch forward and three backward. The backward pass keeps the maps,
+the attention, and Y and the output before scale and shift. `indicate_reference` is the plain twin of `indicate`.
 """
 
 from __future__ import annotations
@@ -21,28 +20,27 @@ from softcell.kernels.backend import by_twin, padded, runs_triton, shared_memory
 from softcell.kernels.mix import product
 
 LARGEST = 2**15
-"""Bytes of a map, its sides rounded up to powers of two, that one program's registers hold."""
+"""Maximum bytes of a map, its sides rounded up to powers of two, that fit the registers of one program."""
 TOKENS = 16
-"""Maximum number of positions of a summary: products that pool more would take more shared memory than any GPU has."""
+"""Maximum number of positions of a summary: products that pool more need more shared memory than any GPU has."""
 
 
 class Laid(NamedTuple):
-    """The parameters of g Lite-Transformers in a step, side by side; m maps of d pooled values are attended to.
+    """The stacked parameters of g Lite-Transformers in a step; each attends to m maps of d pooled values.
 
-    asked, shift: a normalised token t̂ has the logit asked·t̂ + shift; pooled values are channels-last here, as they
-    come out of the maps. itself, zeros: the logits of the IT and of tokens of zeros. From `own` on in the precision of
-    the maps.
+    asked, shift: a normalised token t̂ has the logit asked·t̂ + shift; pooled values are channels-last here, like the
+    maps. itself, zeros: the logits of the IT and of zero tokens. Fields from `own` on have the precision of the maps.
     """
 
     positions: Tensor  # [g, m, d]
     asked: Tensor  # [g, d, 1]
     shift: Tensor  # [g, 1, 1]
     itself: Tensor  # [g, 1]
-    zeros: Tensor  # [g, tokens of zeros]
+    zeros: Tensor  # [g, zero tokens]
     own: Tensor  # [g, 1, h·w·c], the IT's map
-    own_value: Tensor  # [g, 1, h·w·c], its value
-    value: Tensor  # [g, c, c], from left to right
-    attention_scale: Tensor  # [g, 1, 1, c], of the norm after it
+    own_value: Tensor  # [g, 1, h·w·c], the value of the IT's map
+    value: Tensor  # [g, c, c], multiplied from the right
+    attention_scale: Tensor  # [g, 1, 1, c], of the norm that follows
     attention_shift: Tensor
     narrow: Tensor  # [g, c, inner]
     narrow_bias: Tensor  # [g, 1, inner]
@@ -53,13 +51,13 @@ class Laid(NamedTuple):
 
 
 UNREAD = ("shift", "itself", "zeros")
-"""What the backward pass does not read."""
+"""Fields that the backward pass does not read."""
 
 
 class Form(NamedTuple):
-    """Everything but the tensors: the sides of the summaries, and the epsilons of the norms of tokens and maps.
+    """Non-tensor arguments: the sides of the summaries, and the epsilons of the token and map norms.
 
-    token_eps: None where tokens are not normalised: t̂ is then pool(X) + p itself.
+    token_eps: None if tokens are not normalised; t̂ is then pool(X) + p.
     """
 
     sides: tuple[int, int]
@@ -68,8 +66,8 @@ class Form(NamedTuple):
 
 
 def indicate(x: Tensor, laid: Laid, form: Form) -> tuple[Tensor, Tensor]:
-    """Maps [g·m, n, h, w, c] to outputs [g, n, h, w, c] and attention [g, n, 1 + m + zeros]; edge by edge m maps."""
-    # torch.compile generates its own kernels from the plain form; ours would break its graph.
+    """Maps [g·m, n, h, w, c], m per edge, to outputs [g, n, h, w, c] and attention [g, n, 1 + m + zeros]."""
+    # torch.compile generates kernels from the plain form; a Triton call here would break its graph.
     if fits(x, form) and not torch.compiler.is_compiling():
         keeps = torch.is_grad_enabled() and any(one.requires_grad for one in (x, *laid))
         return _Indicate.apply(form, keeps, x, *laid)  # type: ignore[no-any-return, no-untyped-call]
@@ -77,29 +75,29 @@ def indicate(x: Tensor, laid: Laid, form: Form) -> tuple[Tensor, Tensor]:
 
 
 def fits(x: Tensor, form: Form) -> bool:
-    """Whether Triton's kernels support these maps on this device: summaries are of whole windows, and a map fits."""
+    """Whether the Triton kernels support these maps on this device: summary windows divide the map, and a map fits."""
     (_, _, h, w, c), (rows, columns) = x.shape, form.sides
     if not runs_triton(x) or h % rows or w % columns or rows * columns > TOKENS:
         return False
     places, channels, size = padded(h * w), padded(c), x.element_size()
     bytes_of_map = places * channels * size
-    # As compiled: up to 3 maps (bfloat16) or 6 (float32, whose products are made of three) and the value weight.
+    # As compiled: up to 3 maps (bfloat16) or 6 (float32, with three tf32 products each) and the value weight.
     needed = (3 if size == 2 else 6) * bytes_of_map + channels * channels * size
     return bytes_of_map <= (LARGEST // 4 if wide(c, size) else LARGEST) and needed <= shared_memory(x.device)
 
 
 def wide(channels: int, size: int) -> bool:
-    """Whether a map of 16-bit numbers has rows of 128 bytes: two warps take it, a quarter as large at most."""
+    """Whether 16-bit maps have rows of 128 bytes; they are then limited to two warps and a quarter of the size."""
     return size == 2 and padded(channels) * size >= 128
 
 
 def indicate_reference(x: Tensor, laid: Laid, form: Form) -> tuple[Tensor, Tensor]:
-    """The twin of `indicate`."""
+    """The plain twin of `indicate`."""
     return indicate_by(pooled(x, form.sides, laid.positions.dtype), x, laid, form)
 
 
 def pooled(x: Tensor, sides: tuple[int, int], exact: torch.dtype) -> Tensor:
-    """Means [g·m, n, d] in `exact` over the windows of maps [g·m, n, h, w, c], channels last: nothing is moved."""
+    """Means [g·m, n, d] in `exact` over windows of maps [g·m, n, h, w, c]; channels-last, so no copy is needed."""
     (count, n, h, w, c), (rows, columns) = x.shape, sides
     parts = x.view(count, n, rows, h // rows, columns, w // columns, c)
     return parts.mean(dim=(3, 5), dtype=exact).flatten(2)
@@ -116,7 +114,7 @@ def indicate_by(small: Tensor, x: Tensor, laid: Laid, form: Form) -> tuple[Tenso
     attention = torch.softmax(torch.cat([before, logits, after], dim=1), dim=1)  # Eq 4, [g, tokens, n]
     to_itself, to_maps, _ = torch.split(attention.to(x.dtype), [1, m, laid.zeros.shape[1]], dim=1)
     total = (x.view(g, m, n, h * w, c) * to_maps[..., None, None]).sum(1)
-    # The IT's own share of Z and the residual are W_v X_0 and X_0, which no image changes.
+    # W_v X_0 (the IT's value) and X_0 (the residual) are the same for all images.
     base = torch.baddbmm(laid.own, to_itself.transpose(1, 2), laid.own_value)  # [g, n, h·w·c]
     total = product(total.view(g, -1, c), laid.value, base.view(g, -1, c)).view(g, n, h * w, c)
     total = _normalised(total, laid.attention_scale, laid.attention_shift, form.map_eps)
@@ -127,17 +125,17 @@ def indicate_by(small: Tensor, x: Tensor, laid: Laid, form: Form) -> tuple[Tenso
 
 
 def normalised_tokens(x: Tensor, eps: float | None) -> Tensor:
-    """t̂ [..., d] of pooled values plus positions [..., d]: their LayerNorm without scale and shift, or themselves."""
+    """t̂ [..., d] of pooled values plus positions [..., d]: normalised without scale and shift, or unchanged."""
     return x if eps is None else F.layer_norm(x, x.shape[-1:], eps=eps)
 
 
 def _normalised(x: Tensor, scale: Tensor, shift: Tensor, eps: float) -> Tensor:
-    """[g, n, h·w, c], every image by itself."""
+    """LayerNorm of [g, n, h·w, c] over each image."""
     return scaled_and_shifted(F.layer_norm(x, x.shape[2:], eps=eps), scale, shift)
 
 
 class _Indicate(torch.autograd.Function):
-    """Triton's kernels; keeps: whether there will be a backward pass."""
+    """`indicate` by Triton kernels; keeps: whether a backward pass will follow."""
 
     @staticmethod
     def forward(ctx: Any, form: Form, keeps: bool, x: Tensor, *laid: Tensor) -> tuple[Tensor, Tensor]:
@@ -145,7 +143,7 @@ class _Indicate(torch.autograd.Function):
         out, attention, *kept = triton_kernels("indicator").forward(x.contiguous(), given, form, keeps)
         ctx.form = form
         ctx.set_materialize_grads(False)  # the gradient of the attention is rarely needed
-        # As they were given: second derivatives would not flow through copies.
+        # The original tensors: second derivatives would not flow through copies.
         ctx.save_for_backward(x, *laid, attention, *kept)
         return out, attention
 
@@ -153,7 +151,7 @@ class _Indicate(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor | None, towards: Tensor | None) -> tuple[Tensor | None, ...]:
         x, *rest = ctx.saved_tensors
         laid, (attention, inside, normed, scales) = rest[: len(Laid._fields)], rest[len(Laid._fields) :]
-        if torch.is_grad_enabled():  # second derivatives: only the twin has them
+        if torch.is_grad_enabled():  # only the twin supports second derivatives
 
             def twin(own: Tensor, *parts: Tensor) -> tuple[Tensor, Tensor]:
                 return indicate_reference(own, Laid(*parts), ctx.form)
@@ -184,8 +182,8 @@ class _ScaledAndShifted(torch.autograd.Function):
 
 
 def scaled_and_shifted(x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
-    """x · scale + shift, scale and shift of one shape: in one operation, and in four backward.
+    """x · scale + shift, with scale and shift of the same shape: one operation forward and four backward.
 
-    torch's own gradient of `addcmul` first multiplies either factor by a constant, which is 1: one more pass over x.
+    torch's gradient of `addcmul` first multiplies each factor by a constant, which is 1: an additional pass over x.
     """
     return _ScaledAndShifted.apply(x, scale, shift)  # type: ignore[no-any-return, no-untyped-call]

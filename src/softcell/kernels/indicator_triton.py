@@ -1,8 +1,8 @@
 # mypy: ignore-errors
-"""Triton kernels of `indicator`: a program has one image of one edge, [PB places, CB channels], in registers.
+"""Triton kernels of `indicator`: a program holds one image of one edge, [PB positions, CB channels], in registers.
 
-Sums are in float32. What edges share (weights, positions) gets a row of gradients per image, which are added up outside
-in a fixed order, so that results repeat bit for bit.
+Sums are accumulated in float32. What edges share (weights, positions) gets a row of gradients per image, which are
+added up outside in a fixed order, so that results repeat bit for bit.
 """
 
 import torch
@@ -13,16 +13,16 @@ from softcell.kernels.backend import padded
 from softcell.kernels.indicator import wide
 
 BLOCK = 256
-"""Places × channels of the IT's own map that a program sums over images."""
+"""Positions × channels of the IT's map that a program sums over images."""
 SAMPLES = 16
-"""Images that it adds at a time."""
+"""Images that this program adds at a time."""
 SMALL = ["shift_ptr", "itself_ptr", "zeros_ptr", "narrow_bias_ptr"]
-"""Pointers to parts of small tensors. Their alignment differs by group, which is not worth further compilations."""
+"""Pointers to parts of small tensors. Their alignment differs by group and is not worth recompiling."""
 
 
 @triton.jit
 def _dot(a, b):
-    return tl.dot(a, b, input_precision="tf32x3")  # of float32: as exact, in fewer instructions
+    return tl.dot(a, b, input_precision="tf32x3")  # for float32: equally accurate, fewer instructions
 
 
 @triton.jit
@@ -32,7 +32,7 @@ def _total(x):
 
 @triton.jit
 def _windows(PB: tl.constexpr, TB: tl.constexpr, H: tl.constexpr, W: tl.constexpr, R: tl.constexpr, Q: tl.constexpr):
-    """[TB, PB]: whether a place is in a window of the summary."""
+    """[TB, PB]: whether a position is in a window of the summary."""
     p = tl.arange(0, PB)
     own = (p // W // (H // R)) * Q + (p % W) // (W // Q)
     return tl.arange(0, TB)[:, None] == own[None, :]
@@ -40,7 +40,7 @@ def _windows(PB: tl.constexpr, TB: tl.constexpr, H: tl.constexpr, W: tl.constexp
 
 @triton.jit
 def _token(x, windows, position, here, eps, SHARE: tl.constexpr, D: tl.constexpr, NORM: tl.constexpr):
-    """t̂ [TB, CB] of a map [PB, CB], and 1 / its deviation; without NORM the pooled map and 1."""
+    """t̂ [TB, CB] of a map [PB, CB], and 1 / its standard deviation; without NORM, the pooled map and 1."""
     small = _dot(windows.to(tl.float32).to(x.dtype), x) * SHARE + position
     token = tl.where(here, small, 0.0)
     rstd = 1.0
@@ -117,7 +117,7 @@ def _forward(
     y += tl.load(own_ptr + g * (P * C) + at, mask=ok, other=0.0).to(tl.float32)
     y += to_itself * tl.load(own_value_ptr + g * (P * C) + at, mask=ok, other=0.0).to(tl.float32)
 
-    # Rounded as they are kept, so that the backward pass has the very numbers of this one.
+    # Rounded to the stored precision, so that the backward pass uses exactly these values.
     to = number.to(tl.int64) * (P * C) + at
     y, rstd1 = _normalise(y, ok, map_eps, P * C)
     y = y.to(kind)
@@ -151,7 +151,7 @@ def _backward_map(
     scale2_ptr, rows_ptr, dt_ptr, samples, width,
     P: tl.constexpr, C: tl.constexpr, INNER: tl.constexpr, PB: tl.constexpr, CB: tl.constexpr, IB: tl.constexpr,
 ):  # fmt: skip
-    """From the output's gradient back to that of T: both norms and the feed-forward network."""
+    """Propagates the output gradient back to T, through both norms and the feed-forward network."""
     number = tl.program_id(0)
     g = number // samples
     p, c, i = tl.arange(0, PB), tl.arange(0, CB), tl.arange(0, IB)
@@ -208,7 +208,7 @@ def _backward_tokens(
     C: tl.constexpr, INNER: tl.constexpr, PB: tl.constexpr, CB: tl.constexpr, TB: tl.constexpr,
     MB: tl.constexpr, ZB: tl.constexpr, NORM: tl.constexpr, HAS_TOWARDS: tl.constexpr,
 ):  # fmt: skip
-    """From the gradient of T back to the maps: through their sum, the attention and the summaries."""
+    """Propagates the gradient of T back to the maps, through their sum, the attention and the summaries."""
     P: tl.constexpr = H * W
     T: tl.constexpr = R * Q
     number = tl.program_id(0)
@@ -231,7 +231,7 @@ def _backward_tokens(
     dt = tl.load(dt_ptr + number.to(tl.int64) * (P * C) + at, mask=ok, other=0.0)
     square = (c < C)[:, None] & (c < C)[None, :]
     turned = tl.load(value_ptr + g * (C * C) + c[None, :] * C + c[:, None], mask=square, other=0.0)
-    pull = _dot(dt, turned)  # of what the maps sum up to
+    pull = _dot(dt, turned)  # of the sum of the maps
     own_value = tl.load(own_value_ptr + g * (P * C) + at, mask=ok, other=0.0).to(tl.float32)
     on_itself = _total(dt.to(tl.float32) * own_value)
     on_maps = tl.zeros((MB,), dtype=tl.float32)
@@ -280,7 +280,7 @@ def _backward_tokens(
 def _backward_own(
     dt_ptr, attention_ptr, own_ptr, own_value_ptr, samples, size, tokens, BLOCK: tl.constexpr, SAMPLES: tl.constexpr,
 ):  # fmt: skip
-    """The gradients of the IT's map and of its value: sums over images, plainly and by its attention to itself."""
+    """The gradients of the IT's map and value: sums over images, unweighted and weighted by its self-attention."""
     g = tl.program_id(1)
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     plain = tl.zeros((SAMPLES, BLOCK), dtype=tl.float32)
@@ -299,7 +299,7 @@ def _backward_own(
 
 
 def _sizes(x, laid, form):
-    """What all kernels are compiled for: how much there is of everything."""
+    """The compile-time constants of all kernels: all sizes."""
     _, _, h, w, c = x.shape
     (rows, columns), inner = form.sides, laid.narrow.shape[2]
     m, z = laid.positions.shape[1], laid.zeros.shape[1]
@@ -308,16 +308,16 @@ def _sizes(x, laid, form):
         **{"M": m, "Z": z, "H": h, "W": w, "R": rows, "Q": columns, "TB": padded(rows * columns)},
         **{"MB": padded(m, 1), "ZB": padded(z, 1), "NORM": form.token_eps is not None},
     }
-    # Two warps keep Triton from Hopper's `wgmma`, which for rows of 128 bytes (64 channels in bfloat16) ended in wrong
-    # numbers or an illegal address (Triton 3.6, one H200). Narrower rows and float32 are right with it, and faster.
+    # Two warps keep Triton from using Hopper's `wgmma`, which gave wrong results or an illegal address for rows of 128
+    # bytes (64 channels in bfloat16; Triton 3.6, one H200). Narrower rows and float32 are correct with it, and faster.
     warps = 2 if wide(c, x.element_size()) else max(4, min(8, blocks["PB"] * blocks["CB"] // 1024))
     return {"C": c, "INNER": inner, **blocks}, tokens, {"IB": padded(inner)}, warps
 
 
 def forward(x, laid, form, keeps):
-    """Outputs [g, n, h, w, c], attention [g, n, tokens], and what the backward pass needs: three empty tensors if none.
+    """Outputs [g, n, h, w, c], attention [g, n, tokens], and tensors for the backward pass, empty without one.
 
-    Those are Y and the output before scale and shift, [g, n, h, w, c], and what they were multiplied by, [2, g, n].
+    These are Y and the output before scale and shift, [g, n, h, w, c], and the factors that normalised them, [2, g, n].
     """
     (_, n, h, w, c), g = x.shape, len(laid.positions)
     common, tokens, inner, warps = _sizes(x, laid, form)
@@ -333,7 +333,7 @@ def forward(x, laid, form, keeps):
 
 
 def backward(x, laid, form, attention, inside, normed, scales, dy, towards):
-    """The gradients of the maps and of all that is laid out; `towards` [g, n, tokens]: the attention's, or None."""
+    """The gradients of the maps and of all stacked parameters; `towards` [g, n, tokens]: the attention's, or None."""
     (_, n, h, w, c), (g, m, d) = x.shape, laid.positions.shape
     common, tokens, more, warps = _sizes(x, laid, form)
     inner, count = common["INNER"], attention.shape[2]

@@ -1,9 +1,9 @@
 # mypy: ignore-errors
-"""Programmatic dependent launch: a kernel starts while the one before it in the stream still runs.
+"""Programmatic dependent launch: a kernel starts while the previous one in the stream is still running.
 
-Launching and starting a kernel takes about as long as most kernels of a NAS-Bench-201 cell run. With this attribute
-programs start as soon as all programs of the kernel before have started, and wait for its end before they read anything
-that it could have written. Tables are read before that: nothing writes them while a step runs.
+Launching and starting a kernel takes about as long as most kernels of a NAS-Bench-201 cell run. With this attribute,
+programs start as soon as all programs of the previous kernel have started, and wait for its end before they read
+anything that it may have written. Tables are read before this wait: nothing writes them during a step.
 """
 
 import functools
@@ -18,7 +18,7 @@ from softcell.kernels.settings import current
 
 @triton.jit
 def await_previous(EARLY: tl.constexpr):
-    """Wait for the end of the kernel before, whose results are then visible, and let the next one start."""
+    """Wait until the previous kernel has finished and its results are visible, and allow the next one to start."""
     if EARLY:
         gdc_wait()
         gdc_launch_dependents()
@@ -33,7 +33,7 @@ def _has_dependent_launch():
 
 
 def launching():
-    """Further arguments of a kernel that calls `await_previous`."""
+    """Additional launch arguments of a kernel that calls `await_previous`."""
     if current().early_launch and _has_dependent_launch():
         return {"EARLY": True, "launch_pdl": True}
     return {"EARLY": False}

@@ -2,9 +2,9 @@
 
     y_ij = Σ_ab softmax_ab( q_ij · k_ab + q_ij · r_{a-i,b-j} ) v_ab,   (a, b) over the pixels around (i, j) in the image
 
-The k² neighbours are k² shifted views, whose logits are written one after the other. The backward pass
-recomputes the logits, so only q, k and v are kept, for any extent. On a GPU (`attend_packed`) neighbours stay in
-registers: logits are never in memory; the result and one number for every pixel and head are kept as well.
+The k² neighbours are k² shifted views, whose logits are written one after another. The backward pass recomputes the
+logits, so only q, k and v are kept, for any extent. On a GPU (`attend_packed`) neighbours stay in registers and logits
+are never stored; the result and one value per pixel and head are kept as well.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Window = tuple[Any, ...]
 
 
 def shifted(extent: int, height: int, width: int) -> Iterator[tuple[int, Window, Window]]:
-    """By number of a neighbour the pixels that have it, and its position for them: equally large windows."""
+    """For each neighbour, the pixels that have it and its position relative to them, as windows of equal size."""
     reach = extent // 2
     for number in range(extent * extent):
         dy, dx = number // extent - reach, number % extent - reach
@@ -34,7 +34,7 @@ def shifted(extent: int, height: int, width: int) -> Iterator[tuple[int, Window,
 
 
 def local_logits(q: Tensor, k: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
-    """[n, heads, k², h, w] in at least float32; -inf for neighbours outside the image."""
+    """Logits [n, heads, k², h, w] in float32 or wider; -inf for neighbours outside the image."""
     n, heads, _, height, width = q.shape
     extent = rows.shape[-1]
     by_row = torch.einsum("nedhw,edk->nekhw", q, rows)
@@ -42,7 +42,7 @@ def local_logits(q: Tensor, k: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
     exact = torch.promote_types(q.dtype, torch.float32)
     logits = torch.full(
         (n, heads, extent * extent, height, width), -torch.inf, dtype=exact, device=q.device
-    )  # every pixel is its own neighbour, so no softmax is empty
+    )  # every pixel is a neighbour of itself, so no softmax is empty
     for number, own, other in shifted(extent, height, width):
         dots = (q[own] * k[other]).sum(2, dtype=exact)
         positions = by_row[:, :, number // extent][own] + by_column[:, :, number % extent][own]
@@ -51,7 +51,7 @@ def local_logits(q: Tensor, k: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
 
 
 class _LocalAttention(torch.autograd.Function):
-    """The two passes; backward consists of differentiable operations, so second derivatives are right too."""
+    """Forward and backward pass; the latter uses differentiable operations, so second derivatives are correct too."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
@@ -87,20 +87,20 @@ class _LocalAttention(torch.autograd.Function):
 
 
 def attend_by_shifts(q: Tensor, k: Tensor, v: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
-    """q, k, v [n, heads, d, h, w] and embeddings [heads, d, extent] to [n, heads, d, h, w]."""
+    """q, k, v [n, heads, d, h, w] and embeddings [heads, d, extent]; returns [n, heads, d, h, w]."""
     result: Tensor = _LocalAttention.apply(q, k, v, rows, columns)  # type: ignore[no-untyped-call]
     return result
 
 
 def unpacked(packed: Tensor, heads: int) -> tuple[Tensor, Tensor, Tensor]:
-    """[n, 3·c, h, w], all queries before all keys before all values, to q, k and v [n, heads, d, h, w]."""
+    """Splits [n, 3·c, h, w] (all queries, then all keys, then all values) into q, k and v [n, heads, d, h, w]."""
     n, channels, height, width = packed.shape
     q, k, v = (part.reshape(n, heads, channels // (3 * heads), height, width) for part in packed.chunk(3, 1))
     return q, k, v
 
 
 def attend_packed(packed: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
-    """Queries, keys and values [n, 3·c, h, w] to [n, c, h, w]; by Triton's kernels where they run."""
+    """Queries, keys and values [n, 3·c, h, w]; returns [n, c, h, w]. Uses Triton kernels where available."""
     if runs_triton(packed):
         result: Tensor = _Fused.apply(packed, rows, columns)  # type: ignore[no-untyped-call]
         return result
@@ -108,14 +108,14 @@ def attend_packed(packed: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
 
 
 def _plainly(packed: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
-    """The literal twin of `attend_packed`."""
+    """The plain twin of `attend_packed`."""
     n, _, height, width = packed.shape
     embeddings = (rows.to(packed.dtype), columns.to(packed.dtype))
     return attend_by_shifts(*unpacked(packed, rows.shape[0]), *embeddings).reshape(n, -1, height, width)
 
 
 class _Fused(torch.autograd.Function):
-    """Triton's kernels, pixels before channels in memory."""
+    """`attend_packed` by Triton kernels, channels-last."""
 
     @staticmethod
     def forward(ctx: Any, packed: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
@@ -128,13 +128,13 @@ class _Fused(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         packed, rows, columns, y, lse = ctx.saved_tensors
-        if torch.is_grad_enabled():  # second derivatives: only the twin has them
+        if torch.is_grad_enabled():  # only the twin supports second derivatives
             dpacked, drows, dcolumns = by_twin(lambda *own: [_plainly(*own)], (packed, rows, columns), [grad])
             return dpacked, drows, dcolumns
         inner = packed.permute(0, 2, 3, 1).contiguous()
         exact = [t.float().contiguous() for t in (rows, columns)]
         dy = grad.permute(0, 2, 3, 1).to(packed.dtype).contiguous()
-        positions = is_wanted(ctx, 1) or is_wanted(ctx, 2)  # in architecture steps they need no gradient
+        positions = is_wanted(ctx, 1) or is_wanted(ctx, 2)  # architecture steps need no gradient of these
         out, drows, dcolumns = triton_kernels("local").backward(inner, *exact, y, lse, dy, positions=positions)
         if not positions:
             return out.permute(0, 3, 1, 2), None, None

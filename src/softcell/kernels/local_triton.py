@@ -1,9 +1,9 @@
 # mypy: ignore-errors
 """Triton kernels of `local`: one pass over a neighbourhood forward, three backward; neighbourhoods are never stored.
 
-A program has BLOCK pixels and all heads: tiles [BLOCK, HB, DB], padded to powers of two. Sums are in float32. Gradients
-of positions are summed over many tiles per program and added up outside, in a fixed order, so that results repeat bit
-for bit.
+A program processes BLOCK pixels and all heads: tiles [BLOCK, HB, DB], padded to powers of two. Sums are accumulated in
+float32. Gradients of positions are summed over many tiles per program and added outside in a fixed order, so results
+repeat bit for bit.
 """
 
 import torch
@@ -13,7 +13,7 @@ import triton.language as tl
 TILE = 1024
 """Approximate number of values in a tile."""
 PROGRAMS = 4096
-"""About this many programs share the sums over all pixels: they fill a GPU, and the partial sums stay small."""
+"""Approximate number of programs that share the sums over all pixels: enough to fill a GPU, with small partial sums."""
 
 
 @triton.jit
@@ -55,14 +55,14 @@ def _forward(
         value = tl.load(other + 2 * C, mask=seen, other=0.0).to(tl.float32)
         position = _position(rows_ptr, columns_ptr, channel, c_ok, tap, K)
         logit = tl.sum(q * (key + position[None]), 2)
-        # A softmax in one pass: what was summed so far is scaled down whenever a larger logit comes.
+        # One-pass (online) softmax: the sums so far are rescaled whenever a larger logit appears.
         larger = tl.where(here[:, None], tl.maximum(largest, logit), largest)
         scale = tl.exp(largest - larger)
         weight = tl.where(here[:, None], tl.exp(logit - larger), 0.0)
         total = total * scale + weight
         y = y * scale[:, :, None] + weight[:, :, None] * value
         largest = larger
-    # Rows beyond the last pixel have no neighbours: 0 / 0 otherwise.
+    # Rows beyond the last pixel have no neighbours; this avoids 0 / 0.
     total = tl.where(m_ok[:, None], total, 1.0)
     y = y / total[:, :, None]
     to = m.to(tl.int64)[:, None, None] * C + channel[None]
@@ -136,7 +136,7 @@ def _backward_keys(
     dk = tl.zeros((BLOCK, HB, DB), dtype=tl.float32)
     dv = tl.zeros((BLOCK, HB, DB), dtype=tl.float32)
     for tap in range(K * K):
-        # The pixel for which this one is neighbour number `tap`.
+        # The pixel that has this one as neighbour number `tap`.
         down = K // 2 - tap // K
         across = K // 2 - tap % K
         here = m_ok & (i + down >= 0) & (i + down < height) & (j + across >= 0) & (j + across < width)
@@ -161,7 +161,7 @@ def _backward_positions(
     packed_ptr, rows_ptr, columns_ptr, lse_ptr, dy_ptr, delta_ptr, partial_ptr, pixels, height, width, tiles,
     K: tl.constexpr, H: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, HB: tl.constexpr, DB: tl.constexpr,
 ):  # fmt: skip
-    """Of one neighbour: Σ slope · q over `tiles` tiles of pixels."""
+    """Σ slope · q of one neighbour, over `tiles` tiles of pixels."""
     C: tl.constexpr = H * D
     program = tl.program_id(0)
     tap = tl.program_id(1)
@@ -220,7 +220,7 @@ def forward(packed, rows, columns):
 
 
 def backward(packed, rows, columns, y, lse, dy, *, positions=True):
-    """Gradients of packed, rows and columns, for that of y [n, h, w, c]; without `positions` only that of packed."""
+    """Gradients of packed, rows and columns, given that of y [n, h, w, c]; without `positions`, only that of packed."""
     pixels, height, width, programs, settings = _sizes(packed, rows)
     out, delta = torch.empty_like(packed), torch.empty_like(lse)
     heads, d, extent = rows.shape

@@ -1,12 +1,11 @@
 """Weighted sums and products of large inputs with small weights, with their own backward passes.
 
-The weighted sum that forms a node is out = Σ_k w_k · x_k. Plain autograd would make one product and one sum per
-candidate and keep every product. Here the inputs are kept only when the weights need a gradient (the architecture
-step), and nothing else is kept.
+The weighted sum that forms a node is out = Σ_k w_k · x_k. Plain autograd computes one product and one sum per candidate
+and keeps every product. Here only the inputs are kept, and only if the weights need a gradient (the architecture step).
 
-`product` multiplies many rows by small matrices, several at once. The gradient of a small weight is a small matrix out
-of tens of thousands of rows. For batched products, libraries use one thread block per matrix, which took a third of an
-IT-NAS step on an H200. Here the rows are cut into parts, each a separate product, and the parts are summed.
+`product` multiplies many rows by several small matrices at once. The gradient of a small weight reduces tens of
+thousands of rows to a small matrix. For batched products, libraries use one thread block per matrix, which took a third
+of an IT-NAS step on an H200. Here the rows are split into parts, each a separate product, and the parts are summed.
 """
 
 from __future__ import annotations
@@ -21,11 +20,11 @@ from torch import Tensor
 from softcell.kernels.backend import is_wanted
 
 PARTS = 64
-"""Maximum number of parts that the rows of a product are cut into; the gradient of a weight is summed over them."""
+"""Maximum number of parts that the rows of a product are split into; the gradient of a weight is summed over them."""
 
 
 def weighted_sum(inputs: Sequence[Tensor], weights: Tensor) -> Tensor:
-    """inputs: m tensors of one shape; weights [m]; returns Σ weights[k] · inputs[k]."""
+    """Σ weights[k] · inputs[k]; inputs: m tensors of the same shape; weights [m]."""
     assert len(inputs) == weights.shape[0] and len(inputs) > 0
     if torch.compiler.is_compiling():
         # torch.compile fuses the sum itself; reading values below would break its graph and recompile for each length.
@@ -35,7 +34,7 @@ def weighted_sum(inputs: Sequence[Tensor], weights: Tensor) -> Tensor:
 
 
 def weighted_sum_reference(inputs: Sequence[Tensor], weights: Tensor) -> Tensor:
-    """The literal twin of `weighted_sum`, by plain autograd."""
+    """The plain twin of `weighted_sum`, differentiated by autograd."""
     total = weights[0] * inputs[0]
     for weight, term in zip(weights[1:], inputs[1:], strict=True):
         total = total + weight * term
@@ -51,14 +50,14 @@ def small_weighted_sum(inputs: Sequence[Tensor], weights: Tensor) -> Tensor:
     """`weighted_sum` of m small inputs: on a GPU two launches instead of m, and backward two instead of 2m."""
     if len(inputs) == 1 or not copies_cheaply(inputs[0]):
         return weighted_sum(inputs, weights)
-    with torch.autocast(inputs[0].device.type, enabled=False):  # sums keep the type of their terms
+    with torch.autocast(inputs[0].device.type, enabled=False):  # the sum has the dtype of its terms
         stacked = torch.stack([*inputs])
         total = torch.mv(stacked.flatten(1).t(), weights.to(stacked.dtype))
     return total.view(inputs[0].shape)
 
 
 def stacked_sum(x: Tensor, weights: Tensor) -> Tensor:
-    """`weighted_sum` of inputs that are stored in one tensor: x [n, m, c, h, w] and weights [m] to [n, c, h, w]."""
+    """`weighted_sum` of inputs stored in one tensor: x [n, m, c, h, w] and weights [m]; returns [n, c, h, w]."""
     return _StackedSum.apply(x, weights)  # type: ignore[no-any-return, no-untyped-call]
 
 
@@ -74,7 +73,7 @@ class _StackedSum(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
         weights, *inputs = ctx.saved_tensors
-        grad = grad.permute(0, 2, 3, 1).contiguous()[:, :, :, None]  # what it is spread to follows its layout
+        grad = grad.permute(0, 2, 3, 1).contiguous()[:, :, :, None]  # the broadcast gradient has its layout
         back = None
         if ctx.needs_input_grad[0]:
             back = (grad * weights.to(grad.dtype)[:, None]).permute(0, 3, 4, 1, 2)
@@ -93,7 +92,7 @@ class _WeightedSum(torch.autograd.Function):
             for scale, term in zip(rest, inputs[1:], strict=True):
                 total.add_(term, alpha=scale)
             return total
-        # On a device the weights stay there: reading them would stall the step.
+        # Weights stay on the GPU: reading them on the host would stall the step.
         scales = weights.unbind()
         total = inputs[0] * scales[0]
         for weight, term in zip(scales[1:], inputs[1:], strict=True):
@@ -121,7 +120,7 @@ class _WeightedSum(torch.autograd.Function):
 
 
 def _flat(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """Both as vectors in the same order of elements: views if their memory layouts match, else copies."""
+    """Both as vectors with the same element order: views if their memory layouts match, otherwise copies."""
     if a.dim() == 4 and a.is_contiguous(memory_format=torch.channels_last) and not a.is_contiguous():
         a, b = a.permute(0, 2, 3, 1), b.permute(0, 2, 3, 1)
     return a.reshape(-1), b.reshape(-1)
@@ -139,7 +138,9 @@ class _Product(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         x, weight = ctx.saved_tensors
         dx = torch.bmm(gradient, weight.transpose(1, 2)) if is_wanted(ctx, 0) else None
-        dweight = _of_rows(x, gradient) if is_wanted(ctx, 1) else None  # in architecture steps weights need no gradient
+        dweight = (
+            _of_rows(x, gradient) if is_wanted(ctx, 1) else None
+        )  # architecture steps need no gradient of the weights
         dadded = None
         if ctx.adds and is_wanted(ctx, 2):
             dadded = gradient.sum(1, keepdim=True) if ctx.one_row else gradient
@@ -147,18 +148,18 @@ class _Product(torch.autograd.Function):
 
 
 def _of_rows(x: Tensor, gradient: Tensor) -> Tensor:
-    """Σ over rows of x [g, rows, c] times gradient [g, rows, d]: [g, c, d]"""
+    """Σ over rows of x [g, rows, c] times gradient [g, rows, d]; returns [g, c, d]."""
     (g, rows, c), d = x.shape, gradient.shape[2]
-    # Parts of one batched product must be equally long.
+    # Parts of one batched product must have equal length.
     parts = math.gcd(rows, PARTS)
     products = torch.bmm(x.reshape(g * parts, -1, c).transpose(1, 2), gradient.reshape(g * parts, -1, d))
     return products.view(g, parts, c, d).sum(1)
 
 
 def product(x: Tensor, weight: Tensor, added: Tensor | None = None) -> Tensor:
-    """x [g, rows, c] · weight [g, c, d] + added [g, rows or 1, d], all of one type.
+    """x [g, rows, c] · weight [g, c, d] + added [g, rows or 1, d], all of the same dtype.
 
-    The weight's gradient is summed in float32 at least, of parts that are rounded to that type.
+    The gradient of the weight is summed in float32 or wider, over parts that are rounded to that dtype.
     """
     assert x.dtype == weight.dtype, f"rows and weights must be of one type, but are {x.dtype} and {weight.dtype}"
     return _Product.apply(x, weight, added)  # type: ignore[no-any-return, no-untyped-call]

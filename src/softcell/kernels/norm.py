@@ -1,16 +1,16 @@
 """Batch-norm without scale and shift, and the weighted sum that forms a node, over planes [planes, n, h, w, c].
 
-A node is Σ_k w_k · (y_k − mean_k) · rstd_k over all its inputs: normalising and mixing are one pass. With the
+A node is Σ_k w_k · (y_k − mean_k) · rstd_k over all its inputs, so one pass normalises and mixes. With the
 node's gradient g, ŷ = (y − mean) · rstd and m rows,
 
     ∂w_k = Σ g·ŷ_k        ∂y_k = w_k · rstd_k · (g − Σg / m − ŷ_k · Σ(g·ŷ_k) / m)
 
-so one reducing pass and one writing pass serve all candidates of a node. With drop-path, what a choice contributes is
-scaled sample by sample, and so is g for that choice.
+so all candidates of a node share one reducing pass and one writing pass. With drop-path, the contribution of a choice
+is scaled per sample, and so is g for that choice.
 
-Derived cells, whose norms have scale γ and shift β, are the same sums with weights per channel: Σ_k γ_k · ŷ_k + β_k.
-∂γ_k = Σ g·ŷ_k and ∂β_k = Σg, both by channel, are computed anyway. Such a mix is [1 + 2 · norms, c]: ones, then γ and β
-of every norm. Planes without a norm have row 0, the ones, which get no gradient.
+Derived cells, whose norms have scale γ and shift β, compute the same sums with weights per channel: Σ_k γ_k · ŷ_k +
+β_k. ∂γ_k = Σ g·ŷ_k and ∂β_k = Σg, both per channel, are computed anyway. Such a mix is [1 + 2 · norms, c]: ones, then γ
+and β of every norm. Planes without a norm use row 0, the ones, which have no gradient.
 
 Every function has a `_reference` twin of the same signature in plain PyTorch, which is also the CPU path. Statistics
 and sums are float32.
@@ -32,9 +32,9 @@ from softcell.kernels.taps import TILE, tile_sums
 class Term:
     """One input of a node: `plane` with the mixing weight at `weight`; per channel with γ there and β in the next row.
 
-    `normed`: by the plane's statistics. `through`: the plane is a node itself (identity), so its gradient is not
-    written here. `adds`: the plane's gradient already holds another node's share. `choice`: the row of the drop-path
-    factors that scales it.
+    `normed`: normalised with the plane's statistics. `through`: the plane is itself a node (identity), so its gradient
+    is not written here. `adds`: accumulate into the plane's gradient, to which another node has contributed. `choice`:
+    its row of drop-path factors.
     """
 
     plane: int
@@ -48,7 +48,7 @@ class Term:
 def finish_moments(partial: Tensor, rows: int, moments: Tensor, planes: range, eps: float) -> None:
     """Merges statistics of tiles of rows (Chan, Golub & LeVeque 1983).
 
-    partial [2, tiles, planes, c] as `convolve` leaves it; moments [3, planes, c] gets mean, 1/√(variance + eps) and
+    partial [2, tiles, planes, c] as written by `convolve`; moments [3, planes, c] gets mean, 1/√(variance + eps) and
     biased variance of `planes`.
     """
     if planes:
@@ -77,9 +77,9 @@ def normalise_reference(y: Tensor, moments: Tensor, planes: range) -> None:
 
 
 def gradient_sums(y: Tensor, dy: Tensor, partial: Tensor, planes: range) -> None:
-    """partial [2, tiles, planes, c] gets the sums of dy and dy·y of `planes` per tile of rows, for the function below.
+    """partial [2, tiles, planes, c] gets sums of dy and dy·y of `planes` per tile of rows, for `normalise_gradient`.
 
-    Products are formed and summed in the type of `partial`: rounded to bfloat16, each would add its own error.
+    Products are computed and summed in the dtype of `partial`: rounding each to bfloat16 would add an error.
     """
     if planes:
         (triton_kernels("norm").gradient_sums if runs_triton(y) else gradient_sums_reference)(y, dy, partial, planes)
@@ -93,10 +93,10 @@ def gradient_sums_reference(y: Tensor, dy: Tensor, partial: Tensor, planes: rang
 def normalise_gradient(
     partial: Tensor, y: Tensor, dy: Tensor, moments: Tensor, planes: range, *, by_batch: bool
 ) -> None:
-    """The gradient of `normalise`, in place: dy = rstd · (dy − Σdy / m − y · Σ(dy·y) / m), y being normalised.
+    """The gradient of `normalise`, in place: dy = rstd · (dy − Σdy / m − y · Σ(dy·y) / m), where y is normalised.
 
-    partial [2, tiles, planes, c]: sums of dy and dy·y per tile. Without `by_batch` the statistics were constants, and
-    dy = rstd · dy.
+    partial [2, tiles, planes, c]: sums of dy and dy·y per tile. Without `by_batch` the statistics are constants, so dy
+    = rstd · dy.
     """
     if planes:
         kernel = triton_kernels("norm").normalise_gradient if runs_triton(y) else normalise_gradient_reference
@@ -147,11 +147,11 @@ def combine_gradient(
     by_batch: bool,
     merge: Callable[[Tensor], Tensor] | None = None,
 ) -> None:
-    """From gradient[node] to the gradients of all planes that arrive there, and of their mixing weights.
+    """Computes the gradients of all input planes of a node, and of their mixing weights, from gradient[node].
 
-    buffer and gradient [planes, n, h, w, c]; factors [choices, n] or None; mix_gradient like `mix`, written where a
-    term has its weight (or γ and β). merge: applied to the sums [any, c] over rows that the planes' gradients are made
-    of (`SharedRows.merge_sums`); gradients of mixing weights stay those of this rank's rows.
+    buffer and gradient [planes, n, h, w, c]; factors [choices, n] or None; mix_gradient like `mix`, written at the
+    weights (or γ and β) of the terms. merge: applied to the sums [any, c] over rows that enter the gradients of planes
+    (`SharedRows.merge_sums`); gradients of mixing weights only cover this rank's rows.
     """
     kernel = triton_kernels("norm").combine_gradient if runs_triton(buffer) else combine_gradient_reference
     kernel(buffer, gradient, moments, mix, factors, mix_gradient, node, terms, by_batch=by_batch, merge=merge)
@@ -199,18 +199,18 @@ def combine_gradient_reference(
 
 
 def normed(y: Tensor, moments: Tensor) -> Tensor:
-    """y [..., c] by moments [2, c]."""
+    """y [..., c] normalised with moments [2, c]."""
     return (y - moments[0]) * moments[1]
 
 
 def weighted(values: Tensor, mix: Tensor, t: Term) -> Tensor:
-    """values [n, ., ., c] times the weight of `t`, or scaled and shifted by channel."""
+    """values [n, ., ., c] times the weight of `t`, or scaled and shifted per channel."""
     values = mix[t.weight] * values
     return values + mix[t.weight + 1] if mix.dim() == 2 and t.normed else values
 
 
 def scaled(values: Tensor, factors: Tensor | None, choice: int) -> Tensor:
-    """values [n, ., ., .], each sample by its factor of `choice`."""
+    """values [n, ., ., .], each sample scaled by its factor of `choice`."""
     return values if factors is None else values * factors[choice].to(values.dtype).view(-1, 1, 1, 1)
 
 

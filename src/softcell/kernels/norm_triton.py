@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""Triton kernels of `norm`. A program handles rows (pixels) × CB channels, all of them rounded up to a power of two."""
+"""Triton kernels of `norm`. A program processes rows (pixels) × all channels, rounded up to a power of two CB."""
 
 import triton
 import triton.language as tl
@@ -135,7 +135,7 @@ def _combine(
     total = tl.zeros((BLOCK, CB), dtype=tl.float32)
     shift = tl.zeros((CB,), dtype=tl.float32)
     for t in range(0, num_terms, UNROLL):
-        # Ahead: everything is read before the first value is used, so that reads do not wait for each other.
+        # Everything is loaded before the first value is used, so that loads do not wait for each other.
         if AHEAD and not BY_CHANNEL:
             rows_read = ()
             for i in tl.static_range(UNROLL):
@@ -247,7 +247,7 @@ def _combine_finish_by_channel(
     partial_ptr, sums_ptr, mix_gradient_ptr, jobs_ptr, num_terms, splits, C: tl.constexpr, CB: tl.constexpr,
     BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    # Without drop-path Σg is that of several β. The first jobs are the sums in their order; these store them.
+    # Without drop-path, several β share one Σg. The first jobs are these sums, in order, and store them.
     t, weight = tl.load(jobs_ptr + tl.program_id(0) * 2), tl.load(jobs_ptr + tl.program_id(0) * 2 + 1)
     await_previous(EARLY)
     c = tl.arange(0, CB)
@@ -334,7 +334,7 @@ def normalise(y, moments, planes):
 def gradient_sums(y, dy, partial, planes):
     settings, rows = _sizes(y)
     tiles = partial.shape[1]
-    warps = min(32, max(4, settings["CB"] // 16))  # wide tiles would not fit into the registers of fewer
+    warps = min(32, max(4, settings["CB"] // 16))  # wide tiles do not fit the registers of fewer warps
     _gradient_sums[(tiles, len(planes))](
         y, dy, partial, rows, tiles, len(y), planes.start, TILE=TILE, num_warps=warps, **settings
     )
@@ -363,7 +363,7 @@ def combine(buffer, moments, mix, factors, node, terms):
         return
     settings, rows = _sizes(buffer)
     listed = [(t.plane, t.weight, int(t.normed), 1, t.choice) for t in terms]
-    # Filled up to a multiple of UNROLL with terms that count 0.
+    # Padded to a multiple of UNROLL with terms of weight 0.
     listed += [(*listed[0][:3], 0, 0)] * (-len(listed) % UNROLL)
     block = _rows(settings, 1024)
     _combine[(triton.cdiv(rows, block),)](
@@ -380,7 +380,7 @@ def combine_gradient(buffer, gradient, moments, mix, factors, mix_gradient, node
         return
     settings, rows = _sizes(buffer)
     c, device = buffer.shape[-1], buffer.device
-    # Rows after the terms are sums of the gradient itself, one per factor that scales it.
+    # The rows after the terms are sums of the gradient itself, one per factor that scales it.
     choices = sorted({t.choice for t in terms}) if factors is not None else [0]
     plain = {choice: len(terms) + i for i, choice in enumerate(choices)}
     reduced = (
@@ -390,7 +390,7 @@ def combine_gradient(buffer, gradient, moments, mix, factors, mix_gradient, node
     scales, drops = mix if factors is None else factors, _dropping(buffer, factors)
     own = current()
     block = _rows(settings, own.sums_values)
-    # Enough programs for all multiprocessors several times over.
+    # Several programs per multiprocessor.
     splits = max(1, min(triton.cdiv(rows, block), own.splits, triton.cdiv(33 * own.splits, len(reduced))))
     each = triton.cdiv(triton.cdiv(rows, splits), block) * block
     splits = triton.cdiv(rows, each)

@@ -1,7 +1,7 @@
 """3×3 pooling over planes [planes, n, h, w, c], and the one pass that sums all parts of a node's gradient.
 
-Maximum and average of the same node read it once. The maximum remembers which tap won (the first of equals, as
-PyTorch does); the average does not count padding. Each function has a `_reference` twin in plain PyTorch.
+The maximum and the average of a node read it once. The maximum stores the winning tap (the first of equal values, as in
+PyTorch); the average does not count padding. Each function has a plain PyTorch twin named `_reference`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ NONE = -1
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    """Pools of plane `source`: planes of the maximum and of the average (NONE where not wanted).
+    """Pools of plane `source`: planes of the maximum and of the average, or NONE.
 
     `slot` is the position of the winning taps of the maximum.
     """
@@ -38,8 +38,8 @@ class Pool:
 class Leaving:
     """All outputs of a node: parts first…first+count-1 of the convolutions' input gradient, its pools, and identities.
 
-    `identities`: (plane of the target node, index of the mixing weight, choice). Where weights are per channel, the
-    index is 0: the first row of such a mix is ones. `adds`: the node's gradient already holds something, to be kept.
+    `identities`: (plane of the target node, index of the mixing weight, choice). With weights per channel, the index is
+    0: the first row of such a mix is ones. `adds`: accumulate into the node's gradient.
     """
 
     source: int
@@ -83,7 +83,7 @@ def gather_gradient(
     winners: Tensor,
     leaving: Sequence[Leaving],
 ) -> None:
-    """dx[source] = (what is there) + [x > 0] · Σ parts + Σ factors · mix · dy[target] + gradients of the pools.
+    """dx[source] = (previous value) + [x > 0] · Σ parts + Σ factors · mix · dy[target] + gradients of the pools.
 
     x and dx [planes, n, h, w, c]; parts [parts, n, h, w, c] float32; dy [planes, n, h', w', c]; mix [weights] or
     [1 + 2 · norms, c]; factors [choices, n] of drop-path or None.
@@ -126,7 +126,7 @@ def _pool_gradient(image: Tensor, dy: Tensor, winners: Tensor, p: Pool) -> Tenso
         flat = (row * width + column).flatten(1, 2)
         total.view(n, -1, c).scatter_add_(1, flat, dy[p.largest].flatten(1, 2))
     if p.average != NONE:
-        # A backward pass runs without gradients, which this needs.
+        # A backward pass runs with gradients disabled, but this needs them.
         with torch.enable_grad():
             probe = torch.zeros_like(image).permute(0, 3, 1, 2).requires_grad_()
             y = average_pool(probe, p.stride)
@@ -144,7 +144,7 @@ def average_pool(x: Tensor, stride: int) -> Tensor:
 
 
 def _tap(where: Tensor, width: int, stride: int) -> Tensor:
-    """PyTorch's flat indices of maxima [n, c, h', w'] to taps 0…8 of each window."""
+    """Converts PyTorch's flat indices of maxima [n, c, h', w'] to taps 0…8 of each window."""
     rows, columns = (torch.arange(s, device=where.device) for s in where.shape[-2:])
     row = where // width - (rows[:, None] * stride - 1)
     column = where % width - (columns * stride - 1)

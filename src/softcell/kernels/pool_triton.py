@@ -40,7 +40,7 @@ def _pool(
         x = tl.load(at, mask=here[:, None] & c_ok[None, :], other=0.0).to(tl.float32)
         total += x
         count += tl.where(here, 1.0, 0.0)
-        if LARGEST:  # a value that is not a number wins, as in PyTorch
+        if LARGEST:  # NaN wins, as in PyTorch
             better = here[:, None] & ((x > best) | (x != x))
             best = tl.where(better, x, best)
             winner = tl.where(better, tap, winner)
@@ -91,7 +91,7 @@ def _gather_gradient(
     to = dx_ptr + source * size + inner
     total += tl.load(to, mask=ok & (adds > 0), other=0.0).to(tl.float32)
     for i in range(begin, end):
-        # Identity keeps the resolution, so that rows are the same on both sides.
+        # An identity keeps the resolution, so rows are the same on both sides.
         plane, weight = tl.load(identities_ptr + i * 3), tl.load(mix_ptr + tl.load(identities_ptr + i * 3 + 1))
         g = tl.load(dy_ptr + plane.to(tl.int64) * dy_plane + inner, mask=ok, other=0.0).to(tl.float32)
         if DROPS:
@@ -125,7 +125,7 @@ def _gather_gradient(
             total += g.to(tl.float32) * share[:, None]
             if LARGEST:
                 won = tl.load(winners_ptr + slot.to(tl.int64) * dy_plane + at, mask=seen & (largest >= 0), other=9)
-                # All are loaded, winners or not: a mask that differs by channel would split the loads.
+                # All values are loaded, winners or not: a mask that differs by channel would split the loads.
                 g = tl.load(dy_ptr + largest.to(tl.int64) * dy_plane + at, mask=seen & (largest >= 0), other=0.0)
                 total += tl.where(won.to(tl.int32) == tap, g.to(tl.float32), 0.0)
     tl.store(to, total.to(dx_ptr.dtype.element_ty), mask=ok)

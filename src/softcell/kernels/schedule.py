@@ -1,8 +1,8 @@
-"""Kernel launches that are planned once and run many times.
+"""Kernel launches that are planned once and executed many times.
 
-Planning a launch (tables of jobs, sizes of blocks, the checks of Triton's launcher) takes Python longer than most
-kernels run. A `Schedule` is planned from sizes alone: it names its tensors instead of holding them, so the same
-schedule runs on any tensors of these sizes, and its kernels can be compiled before there are any (`warm_up`).
+Planning a launch in Python (job tables, block sizes, the checks of Triton's launcher) takes longer than most kernels
+run. A `Schedule` is planned from sizes only: it refers to tensors by name instead of holding them, so one schedule runs
+on any tensors of these sizes, and its kernels can be compiled before any tensor exists (`warm_up`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Tensors = dict[str, Tensor]
 
 
 class Name(str):
-    """The name of a tensor in a schedule, in place of a kernel's argument."""
+    """The name of a tensor in a schedule, used in place of a kernel argument."""
 
     __slots__ = ()
 
@@ -39,7 +39,7 @@ class StandIn:
 
 
 class Launch:
-    """One kernel launch: a grid and its arguments, some of them names of tensors.
+    """One kernel launch: a grid and arguments, some of which are names of tensors.
 
     After the first call the compiled kernel is called directly. Triton's launcher would inspect every argument again
     only to find the same kernel: sizes are constants here, and pointers must be multiples of 16 in every call.
@@ -69,16 +69,16 @@ class Launch:
 
 @functools.cache
 def second_stream(device: torch.device, number: int) -> torch.cuda.Stream:
-    """One for each stream that forks work, by its number, so that independent steps do not wait for each other.
+    """A second stream for each stream that forks work, so that independent steps do not wait for each other.
 
-    Its priority is torch's default, the lowest; recorded steps run on streams of a higher one (`engine.capture`). What
-    runs alongside waits for what the next launches need.
+    It has torch's default priority, the lowest; captured steps run on streams of higher priority (`engine.capture`), so
+    parallel work yields to the main launches.
     """
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 class Schedule:
-    """Steps on named tensors: allocations, launches of kernels, calls, and the end of a tensor's use.
+    """Steps on named tensors: allocations, kernel launches, calls, and the release of tensors.
 
     given: the dtypes of the tensors that a run receives, by name.
 
@@ -97,11 +97,11 @@ class Schedule:
         self.device = device
         self.types = dict(given)
         self.offsets = dict.fromkeys(given, 0)
-        """Of a tensor's first element from an address that is a multiple of 16, in bytes."""
+        """Offset in bytes of a tensor's first element from a multiple of 16."""
         self.launches: list[Launch] = []
         self._steps: list[Callable[[Tensors], None]] = []
         self._is_beside = False
-        self._beside: set[str] = set()  # what parallel launches use, until they are joined
+        self._beside: set[str] = set()  # tensors used by parallel launches, until they are joined
         self._freed_late: list[Name] = []
         self._waiting: list[tuple[list[Launch], Tensors]] = []
 
@@ -124,7 +124,7 @@ class Schedule:
         return self._add(name, dtype, self.offsets[of] + start * dtype.itemsize, step)
 
     def free(self, *names: Name) -> None:
-        """No later step reads these: their memory can be used again, after `join` if a parallel launch uses them."""
+        """Release tensors that no later step reads. Memory used by parallel launches is reused after `join`."""
         self._freed_late += [name for name in names if name in self._beside]
         names = tuple(name for name in names if name not in self._beside)
 
@@ -135,7 +135,7 @@ class Schedule:
         self._steps.append(step)
 
     def copy(self, jobs: Iterable[tuple[Name, Name, int, int]]) -> None:
-        """Copy tensors of any layout to places in others; jobs: (of, to, start, length)."""
+        """Copy tensors of any layout into parts of others; jobs: (source, target, start, length)."""
         jobs = list(jobs)
 
         def step(tensors: Tensors) -> None:
@@ -157,7 +157,7 @@ class Schedule:
         return kept_table(tuple(rows), self.device)
 
     def launch(self, kernel: Any, grid: tuple[int, ...], *arguments: Any, **named: Any) -> None:
-        """Launch `kernel` with arguments as in its definition; what else is named are options of the compiler."""
+        """Launch `kernel` with arguments as in its definition; other keyword arguments are compiler options."""
         left = kernel.arg_names[len(arguments) :]
         values = (*arguments, *(named.pop(name) for name in left))
         launch = Launch(kernel, grid, values, named)
@@ -171,7 +171,7 @@ class Schedule:
         """Launches inside run on a second stream, in parallel with everything after them, until `join`.
 
         They see the results of earlier launches. Until `join`, nothing outside may write what they read or read what
-        they write. On a CPU they run at `join`, as late as possible on a GPU, so that tests without a GPU detect
+        they write. On a CPU they run at `join`, the latest time possible on a GPU, so that tests without a GPU detect
         violations.
         """
         before, self._steps, self._is_beside = self._steps, [], True
@@ -180,7 +180,7 @@ class Schedule:
         finally:
             within, self._steps, self._is_beside = self._steps, before, False
         launches = [step for step in within if isinstance(step, Launch)]
-        self._steps += [step for step in within if not isinstance(step, Launch)]  # memory belongs to the first stream
+        self._steps += [step for step in within if not isinstance(step, Launch)]  # the first stream owns the memory
 
         def step(tensors: Tensors) -> None:
             if self.device.type != "cuda":
@@ -196,7 +196,7 @@ class Schedule:
         self._steps.append(step)
 
     def join(self) -> None:
-        """Wait for all that was launched `beside`; the host does not synchronise."""
+        """Wait for all launches inside `beside`; the host does not synchronise."""
         if not self._beside:
             return
 
@@ -216,7 +216,7 @@ class Schedule:
         self.free(*freed)
 
     def stand_ins(self, launch: Launch) -> list[Any]:
-        """Arguments of a launch with types and alignments in place of tensors."""
+        """Launch arguments with dtypes and alignments in place of tensors."""
         found: list[Any] = []
         for a in launch.arguments:
             if isinstance(a, Name):
@@ -226,7 +226,7 @@ class Schedule:
         return found
 
     def run(self, tensors: Tensors) -> None:
-        """Run all steps; `tensors` has what was given and receives what is allocated."""
+        """Run all steps; `tensors` contains the inputs and receives all allocated tensors."""
         for step in self._steps:
             step(tensors)
 

@@ -1,7 +1,7 @@
-"""How the kernels of fused search cells are launched: sizes of blocks, and what runs on a second stream.
+"""Launch settings of the kernels of fused search cells: block sizes and the use of a second stream.
 
-`chosen` holds everywhere. `python -m benchmarks.supernet` compares it with other settings; a captured step keeps those
-that it was captured with.
+`chosen` is the default. `python -m benchmarks.supernet` compares it with other settings; a captured step keeps the
+settings of its capture.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class CellSettings:
-    """Settings of `kernels.cell`; results differ at most by the order in which sums are formed.
+    """Settings of `kernels.cell`; results differ at most by the order of summation.
 
-    moments_values, moments_warps: what a program of the kernel that merges statistics reads at once (a multiple of the
-    channels), and its warps. sums_values: the same for the sums that gradients of norms and mixes are made of, whose
-    rows are cut into at most `splits` parts. reads_ahead: several inputs of a node are read before the first is used.
-    second_stream: gradients of weights run on a second stream, since nothing else in a backward pass waits for them: 3
-    to 4 % less time per search step on an H200 and the same bits. early_launch: programs of a kernel start while the
-    last ones of the kernel before it still run, and wait for its end (programmatic dependent launch, from compute
-    capability 9.0 on).
+    moments_values, moments_warps: values that a program of the kernel that merges statistics reads at once (a multiple
+    of the channels), and its warps. sums_values: the same for the sums in gradients of norms and mixes, whose rows are
+    split into at most `splits` parts. reads_ahead: several inputs of a node are read before the first is used.
+    second_stream: gradients of weights run on a second stream, since nothing else in a backward pass waits for them;
+    this takes 3 to 4 % less time per search step on an H200 and gives the same bits. early_launch: programs of a kernel
+    start while the last programs of the previous kernel are still running, and wait for its end (programmatic dependent
+    launch, compute capability 9.0 or higher).
     """
 
     moments_values: int = 8192
@@ -35,7 +35,7 @@ class CellSettings:
 
 
 chosen = CellSettings()
-# Not a context variable: backward passes run in a thread of autograd's and must see it too.
+# Not a context variable: backward passes run in an autograd thread and must see it too.
 _current = chosen
 
 
@@ -45,7 +45,7 @@ def current() -> CellSettings:
 
 @contextmanager
 def cell_settings(**changes: Any) -> Iterator[None]:
-    """Within this context fused cells run with these fields changed.
+    """Changes these fields for fused cells inside this context.
 
     Example:
         >>> from softcell.kernels.settings import cell_settings, current

@@ -5,12 +5,12 @@ of centred squares s_i on rank i,
 
     n = sum n_i        m = sum n_i m_i / n        s = sum s_i + sum n_i (m_i - m)^2
 
-which, unlike "mean of squares minus square of mean", loses no digits when the mean is large. One collective
-brings all (n_i, m_i, s_i) everywhere. It is differentiable and everything else is plain tensor arithmetic, so
-gradients of any order flow across the processes: second-order search differentiates a gradient step.
+which, unlike "mean of squares minus square of mean", loses no digits when the mean is large. One collective gathers all
+(n_i, m_i, s_i) on all ranks. It is differentiable and everything else is plain tensor arithmetic, so gradients of any
+order flow across the processes: second-order search differentiates a gradient step.
 
-Fused cells use the same rule between their passes (`SharedRows`): kernels reduce the rows of a rank, one collective
-per norm group merges the results, and further kernels read them.
+Fused cells use the same rule between their passes (`SharedRows`): kernels reduce the rows of a rank, one collective per
+norm group merges the results, and later kernels read them.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 Norms = Literal["shared", "local"]
-"""Whether ranks merge the statistics of a batch, or each uses those of its own part."""
+"""Whether ranks merge batch statistics, or each uses the statistics of its part."""
 
-# Not a context variable: a backward pass that recomputes runs in a thread of autograd's and must see it too.
+# Not a context variable: a backward pass that recomputes runs in an autograd thread and must see it too.
 _local = False
 _exchanges = True
 
 
 @contextmanager
 def local_norms() -> Iterator[None]:
-    """Within this context every rank normalises by the statistics of its own part of the batch.
+    """Inside this context every rank normalises with the statistics of its part of the batch.
 
     Example:
         >>> from softcell.kernels.shared import local_norms, shares_norms
@@ -56,13 +56,13 @@ def norms_of(kind: Norms) -> AbstractContextManager[None]:
 
 
 def shares_norms() -> bool:
-    """Whether batch-norm statistics are merged over several ranks here."""
+    """Whether batch-norm statistics are currently merged over several ranks."""
     return not _local and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
 @contextmanager
 def without_exchange() -> Iterator[None]:
-    """Within this context sums over ranks leave out all other ranks: for passes whose values are not used."""
+    """Inside this context sums over ranks exclude all other ranks, for passes whose values are not used."""
     global _exchanges
     before, _exchanges = _exchanges, False
     try:
@@ -72,7 +72,7 @@ def without_exchange() -> Iterator[None]:
 
 
 class _SumOverRanks(torch.autograd.Function):
-    """The sum over ranks; each rank's loss depends on each rank's input, so gradients are summed too."""
+    """Sum over ranks. Each rank's loss depends on every rank's input, so gradients are summed too."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -88,7 +88,7 @@ class _SumOverRanks(torch.autograd.Function):
 def sum_over_ranks(x: Tensor) -> Tensor:
     """Return the sum of `x` (any shape, the same on all ranks) over the ranks, differentiable at any order.
 
-    Gradients are those of the sum of all ranks' losses. All ranks must call this, and backward, in the same
+    Gradients are those of the sum of all ranks' losses. All ranks must call this function, and backward, in the same
     order.
     """
     return _SumOverRanks.apply(x)  # type: ignore[no-untyped-call, no-any-return]
@@ -101,14 +101,14 @@ def sum_in_place(x: Tensor) -> None:
 
 
 def merge_over_ranks(count: int, mean: Tensor, squares: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Count [], mean and biased variance (both shaped like `mean`) of the rows of all ranks, by one collective.
+    """Count [], mean and biased variance (both shaped like `mean`) of the rows of all ranks, with one collective.
 
-    count, mean, squares: of this rank's rows: their number, mean and sum of centred squares, any shape. The count may
-    differ between ranks and may be 0; its mean and squares then are finite numbers, which have no effect.
+    count, mean, squares: number, mean and sum of centred squares of this rank's rows, any shape. The count may differ
+    between ranks and may be 0; mean and squares must then be finite and have no effect.
     """
     rank, size = dist.get_rank(), dist.get_world_size()
     row = torch.cat([mean.reshape(-1), squares.reshape(-1), mean.new_full((1,), count)])
-    # A sum of rows padded with zeros is a gather, by the one collective that has its own adjoint.
+    # Summing zero-padded rows is a gather, by a collective that is its own adjoint.
     rows = sum_over_ranks(F.pad(row[None], (0, 0, rank, size - rank - 1)))
     length = mean.numel()
     means, parts, counts = rows[:, :length], rows[:, length:-1], rows[:, -1:]
@@ -119,9 +119,9 @@ def merge_over_ranks(count: int, mean: Tensor, squares: Tensor) -> tuple[Tensor,
 
 
 class SharedRows:
-    """The rows of all ranks; a fused cell on this rank holds `rows` of them. For one forward and its backward.
+    """Merges statistics of a fused cell with `rows` rows on this rank, for one forward pass and its backward pass.
 
-    `total` [] is their number, once statistics have been merged.
+    `total` [] is the number of rows of all ranks, available once statistics have been merged.
     """
 
     def __init__(self, rows: int) -> None:
@@ -129,7 +129,7 @@ class SharedRows:
         self.total: Tensor | None = None
 
     def merge_moments(self, moments: Tensor, planes: range, eps: float) -> None:
-        """Replace statistics of this rank's rows by those of all, in place.
+        """Replace statistics of this rank's rows by those of all ranks, in place.
 
         moments [3, planes, c]: mean, 1/√(variance + eps) and biased variance.
         """
@@ -153,9 +153,9 @@ class SharedRows:
         return sums
 
     def merge_sums(self, sums: Tensor) -> Tensor:
-        """Sums over all ranks, scaled by rows / total: divided by this rank's `rows` they are means over all rows.
+        """Sums over all ranks, scaled by rows / total: dividing by this rank's `rows` gives means over all rows.
 
-        sums: over this rank's rows, any shape. Kernels divide by the number of rows that they hold.
+        sums: over this rank's rows, any shape. Kernels divide by the number of rows of this rank.
         """
         assert self.total is not None
         return sum_over_ranks(sums) * (self.rows / self.total)

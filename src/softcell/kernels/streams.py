@@ -1,9 +1,8 @@
-"""Work of a backward pass that nothing else in it waits for, on a second stream.
+"""Runs work that the rest of a backward pass does not wait for on a second stream.
 
 The kernels of a NAS-Bench-201 cell are short and do not fill a large GPU; gradients of its weights run at the same time
-as the gradients of the cell before it. Autograd knows of the second stream, since the node that receives such a
-gradient was created on it (`backward_on_second_stream`): it makes one stream wait for the other where gradients pass
-between them.
+as the gradients of the previous cell. Autograd is aware of the second stream, since the node that receives such a
+gradient was created on it (`backward_on_second_stream`): it synchronises the streams where gradients pass between them.
 """
 
 from __future__ import annotations
@@ -19,18 +18,18 @@ from torch import Tensor
 from softcell.kernels.schedule import second_stream
 from softcell.kernels.settings import current
 
-MOST_WAITING = 2
-"""Cells whose gradients of weights may still be running; more would keep their memory longer."""
+MAX_WAITING = 2
+"""Maximum number of cells whose weight gradients may still be running; more would keep their memory longer."""
 
 Waiting = deque[tuple[torch.cuda.Event, tuple[Tensor, ...]]]
-"""What a second stream still reads, and the events after which it does not."""
+"""Tensors that a second stream still reads, and the events after which it no longer does."""
 
 _waiting: dict[int, tuple[int, Waiting]] = {}
-"""By stream: the backward pass, by its number, and what it left running."""
+"""For each stream: the number of the backward pass, and the work that is still running."""
 
 
 def uses_second_stream(device: torch.device) -> bool:
-    """With several ranks hooks read gradients on the first stream as they arrive, so that they stay there."""
+    """Disabled with several ranks: hooks read gradients on the first stream as soon as they are ready."""
     if not current().second_stream or device.type != "cuda":
         return False
     return not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1)
@@ -38,9 +37,9 @@ def uses_second_stream(device: torch.device) -> bool:
 
 @contextmanager
 def backward_on_second_stream(device: torch.device) -> Iterator[torch.cuda.Stream | None]:
-    """Autograd nodes that are created within run their backward pass on the second stream.
+    """Autograd nodes created inside this context run their backward pass on the second stream.
 
-    Gives the first stream, which forward passes must select themselves; None where there is no second one.
+    Yields the first stream, which forward passes must select themselves, or None without a second stream.
     """
     if not (uses_second_stream(device) and torch.is_grad_enabled()):
         yield None
@@ -52,10 +51,10 @@ def backward_on_second_stream(device: torch.device) -> Iterator[torch.cuda.Strea
 
 @contextmanager
 def alongside(enabled: bool, *read: Tensor) -> Iterator[None]:
-    """What is launched within, in a backward pass, runs at the same time as what follows.
+    """Launches inside this context, in a backward pass, run in parallel with everything after it.
 
-    enabled: what `uses_second_stream` said in the forward pass. read: tensors that it reads. They must not be changed,
-    and their memory is kept until the first stream has waited.
+    enabled: the result of `uses_second_stream` in the forward pass. read: tensors that the launches read. They must not
+    be modified, and their memory is kept until the first stream has waited.
     """
     if not enabled:
         yield
@@ -70,13 +69,13 @@ def alongside(enabled: bool, *read: Tensor) -> Iterator[None]:
     done.record(second)
     number = torch._C._current_graph_task_id()
     before, waiting = _waiting.get(first.cuda_stream, (number, Waiting()))
-    if before != number:  # that pass failed, or this one is inside it
+    if before != number:  # that pass failed, or this pass is nested in it
         if waiting:
             first.wait_stream(second)
         waiting = Waiting()
     _waiting[first.cuda_stream] = number, waiting
     waiting.append((done, read))
-    _wait(first, waiting, MOST_WAITING)
+    _wait(first, waiting, MAX_WAITING)
 
     def join() -> None:
         first.wait_stream(second)
@@ -87,7 +86,7 @@ def alongside(enabled: bool, *read: Tensor) -> Iterator[None]:
 
 
 def _wait(first: torch.cuda.Stream, waiting: Waiting, most: int) -> None:
-    """Make the stream wait until its second stream reads the tensors of at most `most` calls; forget the others."""
+    """Make the stream wait until its second stream reads the tensors of at most `most` calls; release the others."""
     while len(waiting) > most:
         done, _ = waiting.popleft()
         first.wait_event(done)

@@ -1,13 +1,13 @@
 """Many convolutions over a few images at once, with their batch statistics.
 
 Values are stored in *planes*: a buffer [planes, n, h, w, c] holds one channels-last image batch per plane. A `Group`
-convolves the ReLU of one plane with `count` kernels of one window, each filling its own plane, so that the outgoing
-edges of a node read it together. A depthwise convolution followed by a pointwise one is a convolution with kernel
-pointwise[o, c] · depthwise[c, tap]: on matrix units that is cheaper than the pair, needs no intermediate value, and its
-weight gradient gives both factors' by the product rule.
+convolves the ReLU of one plane with `count` kernels of one window, each of which fills a separate plane, so that the
+outgoing edges of a node read it once. A depthwise convolution followed by a pointwise one is a convolution with kernel
+pointwise[o, c] · depthwise[c, tap]: on matrix units this is cheaper than the pair and needs no intermediate value, and
+the gradients of both factors follow from its weight gradient by the product rule.
 
-Every function writes into a given buffer and has a `_reference` twin of the same signature in plain PyTorch, which is
-also the CPU path.
+Every function writes into a given buffer and has a plain PyTorch twin of the same signature named `_reference`, which
+is also the CPU path.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from torch import Tensor
 from softcell.kernels.backend import runs_triton, triton_kernels
 
 TILE = 128
-"""Rows (pixels) whose statistics are formed together before they are merged."""
+"""Rows (pixels) per tile: statistics are computed per tile, then merged."""
 
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Where a convolution reads: size × size taps; an input of h rows gives ⌈h / stride⌉."""
+    """The window of a convolution: size × size taps; h input rows give ⌈h / stride⌉ output rows."""
 
     size: int
     dilation: int
@@ -42,7 +42,7 @@ class Window:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """`count` convolutions of plane `source` into planes `first`…; weights at `offset`, [count, c_out, taps, c_in]."""
+    """`count` convolutions from plane `source` to planes `first`…; weights at `offset`, [count, c_out, taps, c_in]."""
 
     window: Window
     source: int
@@ -59,7 +59,7 @@ def convolve(x: Tensor, weights: Tensor, y: Tensor, partial: Tensor | None, grou
     """y[planes of g] = convolution of max(x[g.source], 0).
 
     x [planes, n, h, w, c]; weights [size], flat; y [planes, n, h', w', c]; partial [2, tiles, planes, c] float32: sums
-    and centred sums of squares per tile of rows, for the planes that are written.
+    and centred sums of squares per tile of rows, for all written planes.
     """
     if groups:
         (triton_kernels("taps").convolve if runs_triton(x) else convolve_reference)(x, weights, y, partial, groups)
@@ -78,8 +78,8 @@ def masked_input_gradient(
 ) -> None:
     """dx[g.source] = [x > 0] · convolutionᵀ(dy[g.first]), for groups of one convolution with stride 1 each.
 
-    All buffers are [planes, n, h, w, c]; partial [2, tiles, planes, c] float32 gets the sums of dx and of dx · x per
-    tile of rows, which the gradient of the norm before the ReLU needs.
+    All buffers are [planes, n, h, w, c]; partial [2, tiles, planes, c] float32 receives the sums of dx and of dx · x
+    per tile of rows, needed for the gradient of the norm before the ReLU.
     """
     if groups:
         kernel = triton_kernels("taps").masked_input_gradient if runs_triton(x) else masked_input_gradient_reference
@@ -105,7 +105,7 @@ class Share:
 
 
 def shares(groups: Sequence[Group], rows: int, channels: int) -> list[Share]:
-    """Input gradients cut into parts that can run in parallel if there are few rows; ordered by source."""
+    """Splits input gradients into parts that run in parallel if there are few rows; ordered by source."""
     busy = 264  # two programs per multiprocessor of a large GPU
     columns = -(-channels // 64)
     found = []
@@ -150,7 +150,7 @@ def weight_gradient_reference(x: Tensor, dy: Tensor, out: Tensor, groups: Sequen
     channels = x.shape[-1]
     for g in groups:
         size = g.count * channels * g.window.taps * channels
-        # A backward pass runs without gradients, which this needs.
+        # A backward pass runs with gradients disabled, but this needs them.
         with torch.enable_grad():
             probe = torch.zeros(size, dtype=x.dtype, device=x.device, requires_grad=True)
             moved = Group(g.window, g.source, g.first, g.count, 0)
@@ -160,13 +160,13 @@ def weight_gradient_reference(x: Tensor, dy: Tensor, out: Tensor, groups: Sequen
 
 
 def apply_group(image: Tensor, weights: Tensor, g: Group, size: Sequence[int], *, relu: bool = True) -> Tensor:
-    """One group by PyTorch's convolution: image [n, h, w, c] to [count, n, h', w', c]; differentiable."""
+    """One group with PyTorch's convolution: image [n, h, w, c]; returns [count, n, h', w', c]; differentiable."""
     (n, height, width, c), window = image.shape, g.window
     count = g.count * c * window.taps * c
     kernel = weights[g.offset : g.offset + count].view(g.count * c, window.size, window.size, c).permute(0, 3, 1, 2)
     x = image.permute(0, 3, 1, 2)
     reach = (window.size - 1) * window.dilation + 1
-    # Padding after the last row and column; negative where windows end before them.
+    # Padding after the last row and column; negative if the last window ends before them.
     after = [
         (s - 1) * window.stride + reach - length - window.padding
         for s, length in zip(size, (height, width), strict=True)
@@ -177,7 +177,7 @@ def apply_group(image: Tensor, weights: Tensor, g: Group, size: Sequence[int], *
 
 
 def tile_moments(y: Tensor) -> Tensor:
-    """Sums and centred sums of squares per tile of rows: [planes, n, h, w, c] to [2, tiles, planes, c]."""
+    """Sums and centred sums of squares per tile of rows, [2, tiles, planes, c], of [planes, n, h, w, c]."""
     planes, c = y.shape[0], y.shape[-1]
     rows = y.reshape(planes, -1, c).to(torch.promote_types(y.dtype, torch.float32))
     found = []
@@ -189,14 +189,14 @@ def tile_moments(y: Tensor) -> Tensor:
 
 
 def tile_sums(y: Tensor, dy: Tensor, dtype: torch.dtype) -> Tensor:
-    """Sums of dy and of dy · y per tile of rows, formed in `dtype`: [n, h, w, c] to [2, tiles, c]."""
+    """Sums of dy and of dy · y per tile of rows, [2, tiles, c], of [n, h, w, c], computed in `dtype`."""
     wide = dy.flatten(0, 2).to(dtype)
     both = torch.stack([wide, wide * y.flatten(0, 2)])
     return F.pad(both, (0, 0, 0, -len(wide) % TILE)).view(2, -1, TILE, y.shape[-1]).sum(2)
 
 
 def _transposed(dy: Tensor, weights: Tensor, g: Group, shape: Sequence[int]) -> Tensor:
-    """The gradient of `apply_group` without ReLU with respect to its image."""
+    """The gradient of `apply_group`, without its ReLU, with respect to its image."""
     with torch.enable_grad():
         image = torch.zeros(tuple(shape), dtype=dy.dtype, device=dy.device, requires_grad=True)
         y = apply_group(image, weights.detach(), g, dy.shape[2:4], relu=False)

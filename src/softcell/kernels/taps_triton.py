@@ -1,9 +1,10 @@
 # mypy: ignore-errors
 """Triton kernels of `taps`: convolutions as matrix products over (tap, channel), rows being pixels.
 
-A column k of the product means tap k // CB and channel k % CB, CB being the channels rounded up to a power of two.
-Divisions by small run-time numbers are products: x // d = (x · ⌈2¹⁶ / d⌉) >> 16 for the sizes that occur. Tables hold
-offsets in units of the channels and columns in units of the block, so that the compiler knows what divides an address.
+Column k of the product is tap k // CB and channel k % CB, where CB is the number of channels rounded up to a power of
+two. Divisions by small run-time integers are multiplications: x // d = (x · ⌈2¹⁶ / d⌉) >> 16 for the sizes that occur.
+Tables hold offsets in units of the channels and columns in units of the block, so that the compiler knows the
+divisibility of addresses.
 """
 
 import torch
@@ -14,7 +15,7 @@ from softcell.kernels.backend import table
 from softcell.kernels.launch_triton import await_previous, launching
 from softcell.kernels.taps import TILE, Share
 
-# Most columns of a block, warps, stages of prefetching; by kernel, as measured in bfloat16 on an H200.
+# Maximum columns of a block, warps and pipeline stages of each kernel, tuned in bfloat16 on an H200.
 SHAPES = {"convolve": (128, 4, 3), "input": (64, 4, 3), "weight": (128, 4, 3)}
 
 
@@ -256,7 +257,7 @@ def _window(g):
 def _settings(x):
     channels = x.shape[-1]
     wide = max(16, triton.next_power_of_2(channels))
-    # Three products in tf32 are as exact as one in float32. Products of bfloat16 ignore the setting.
+    # Three tf32 products are as accurate as one in float32. bfloat16 products ignore the setting.
     precision = "tf32x3" if x.dtype == torch.float32 else "tf32"
     return {"C": channels, "CB": wide, "PRECISION": precision, **launching()}
 
@@ -311,7 +312,7 @@ def _gradient_job(part, out, column, channels):
 
 
 def _launch_input_gradient(dy, weights, x, out, partial, jobs, shape, stride, block):
-    """shape: that of one input plane, [n, h, w, c]."""
+    """shape: of one input plane, [n, h, w, c]."""
     rows = shape[0] * shape[1] * shape[2]
     _input_gradient[(triton.cdiv(rows, TILE), len(jobs))](
         dy,

@@ -1,17 +1,17 @@
-"""Compiles the Triton kernels of a step before it runs, in as many processes as there are cores.
+"""Compiles the Triton kernels of a step before it runs, with one process per core.
 
-The first step of a fused network launches about a hundred different kernels, and Triton compiles each when it is first
-launched: one after the other. Here they are known in advance. Worker processes compile them into Triton's cache on
-disk, where the first step finds them. There are two ways to find them:
+The first step of a fused network launches about a hundred different kernels. Triton compiles each at its first launch,
+one after another. Here they are determined in advance, and worker processes compile them into Triton's cache on disk,
+where the first step finds them. There are two ways to determine them:
 
     warm_up           training: the schedules of derived networks list their launches
     warm_up_by_run    searches, and networks without schedules: a dry run of the step, in which nothing is launched;
                       workers compile while it still runs
 
-`workers_ready` starts the workers earlier, if the cache is empty: loading PyTorch and Triton takes them seconds, in
-which data and networks can be prepared.
+`workers_ready` starts the workers earlier if the cache is empty: they take seconds to load PyTorch and Triton, while
+data and networks are prepared.
 
-`SOFTCELL_COMPILE_AHEAD=0` disables all of it: kernels are then compiled on first use.
+`SOFTCELL_COMPILE_AHEAD=0` disables this: kernels are then compiled on first use.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ from softcell.machine import usable_cores
 from softcell.text import count_of
 
 MARKS = "softcell-compiled"
-"""The folder in Triton's cache with an empty file for everything that a warm-up has compiled."""
+"""The folder in Triton's cache with an empty marker file for each job that a warm-up has compiled."""
 LOCK = "lock"
-"""The file in that folder that one process at a time holds."""
+"""The lock file in that folder."""
 SWITCH = "SOFTCELL_COMPILE_AHEAD"
 MAX_SECONDS = 600.0
-"""A worker that takes longer is ended; its kernels are compiled on first use."""
+"""Workers that take longer are terminated; their kernels are compiled on first use."""
 END = b"\xff" * 4
-"""In place of a job's number: a worker that reads it ends."""
+"""Sent in place of a job number: the worker that reads it exits."""
 Notify = Callable[[str], None]
 
 
 class Compilation(NamedTuple):
-    """A kernel, by module and name, and what it is compiled for: Triton's JSON of types, constants and options."""
+    """A kernel, by module and name, and its specialization: Triton's JSON of types, constants and options."""
 
     module: str
     name: str
@@ -64,16 +64,16 @@ class Target(NamedTuple):
 
 
 def is_enabled() -> bool:
-    """Whether kernels are compiled before they are needed; Triton's interpreter compiles none."""
+    """Whether kernels are compiled before they are needed; Triton's interpreter compiles nothing."""
     return os.environ.get(SWITCH, "1") != "0" and os.environ.get("TRITON_INTERPRET") != "1"
 
 
 @contextmanager
 def dry_launches(found: Callable[[Compilation], None]) -> Iterator[None]:
-    """Within this context no kernel is launched or compiled; `found` receives what has to be compiled, each once.
+    """Inside this context no kernel is launched or compiled; `found` receives each missing kernel once.
 
-    Outputs of kernels stay as they were allocated: nothing may depend on their values. Kernels that this process has
-    compiled before are not reported, and are not launched either: they could take uninitialised values for indices.
+    Kernel outputs remain uninitialised, so nothing may depend on their values. Kernels that this process has already
+    compiled are not reported, and not launched either: they could use uninitialised values as indices.
     """
     from triton import knobs  # type: ignore[import-not-found, unused-ignore]
     from triton.runtime.jit import JITFunction  # type: ignore[import-not-found, unused-ignore]
@@ -86,11 +86,11 @@ def dry_launches(found: Callable[[Compilation], None]) -> Iterator[None]:
 
     def hook(*, key: Any, fn: Any, compile: dict[str, Any], **_: Any) -> bool:
         found(Compilation(fn.module, fn.name, _reduced(compile["specialization_data"])))
-        # A placeholder for the compiled kernel: the next launch like this one is then ten times faster.
+        # A placeholder for the compiled kernel, which makes the next launch of this kind ten times faster.
         compiled = fn.jit_function.device_caches[compile["device"]][0]
         compiled[key] = object()
         reported.append((compiled, key))
-        return True  # ends the launch before it compiles
+        return True  # ends the launch before compilation
 
     before = knobs.runtime.jit_cache_hook
     JITFunction.run, knobs.runtime.jit_cache_hook = run, hook
@@ -103,7 +103,7 @@ def dry_launches(found: Callable[[Compilation], None]) -> Iterator[None]:
 
 
 def compilations(schedules: Iterable[Schedule]) -> list[Compilation]:
-    """The kernels that schedules need compiled, each once; nothing runs, and no tensor is needed."""
+    """The kernels that schedules launch, each once; nothing runs, and no tensor is needed."""
     found: dict[Compilation, None] = {}  # in the order of launches
     with dry_launches(lambda job: found.setdefault(job)):
         for schedule in schedules:
@@ -121,14 +121,14 @@ def current_target() -> Target:
 
 
 def warm_up(schedules: Iterable[Schedule], notify: Notify | None = None) -> int:
-    """Compile what the launches of schedules need on the current device; returns how many kernels were missing."""
+    """Compile the kernels of schedules for the current device; returns how many were missing."""
     return compile_all(compilations(schedules), current_target(), notify=notify) if is_enabled() else 0
 
 
 def warm_up_by_run(run: Callable[[], None], notify: Notify | None = None) -> int:
-    """Compile what `run` launches on the current device; returns how many kernels were missing.
+    """Compile the kernels that `run` launches for the current device; returns how many were missing.
 
-    run: called once within `dry_launches`. If it fails, what it launched before is compiled and the error is raised.
+    run: called once inside `dry_launches`. If it fails, the kernels found so far are compiled and the error is raised.
     """
     with _compiler(current_target(), notify=notify) as compiler, dry_launches(compiler.submit):
         run()
@@ -137,7 +137,7 @@ def warm_up_by_run(run: Callable[[], None], notify: Notify | None = None) -> int
 
 @contextmanager
 def failure_reported(notify: Notify) -> Iterator[None]:
-    """Around a warm-up: reports an error instead of raising it, since kernels are compiled on first use too."""
+    """Wraps a warm-up: logs an error instead of raising it, since kernels are also compiled on first use."""
     try:
         yield
     except Exception as error:
@@ -148,7 +148,7 @@ def failure_reported(notify: Notify) -> Iterator[None]:
 def compile_all(
     jobs: Iterable[Compilation], target: Target, processes: int | None = None, notify: Notify | None = None
 ) -> int:
-    """Compile into Triton's cache what no earlier warm-up compiled; returns how many kernels that were."""
+    """Compile kernels that no earlier warm-up compiled into Triton's cache; returns their number."""
     with _compiler(target, processes, notify) as compiler:
         for job in jobs:
             compiler.submit(job)
@@ -156,17 +156,17 @@ def compile_all(
 
 
 _early: Compiler | None = None
-"""Its workers run already; the next warm-up takes it."""
+"""A pool whose workers are already running; the next warm-up uses it."""
 MAX_EARLY = 32
-"""Workers that are started before it is known how many kernels are missing."""
+"""Workers started before the number of missing kernels is known."""
 
 
 @contextmanager
 def workers_ready(wanted: bool = True) -> Iterator[None]:
-    """Within this context workers are started at once if `wanted` and no warm-up has compiled anything yet.
+    """Starts workers on entry if `wanted` and no warm-up has compiled anything yet.
 
-    The first warm-up in the context uses them. If there is none, they end with the context. Where they cannot be
-    started, nothing happens: the warm-up itself reports why.
+    The first warm-up in the context uses them. Otherwise they end with the context. A failure to start them is ignored
+    here and reported by the warm-up.
     """
     global _early
     own: Compiler | None = None
@@ -184,12 +184,12 @@ def workers_ready(wanted: bool = True) -> Iterator[None]:
 
 
 def _is_cold() -> bool:
-    """Whether the cache has no mark. If it has some, few kernels are missing, and their workers start when needed."""
+    """Whether the cache has no marker file. With some, few kernels are missing, and workers start when needed."""
     return all(mark.name == LOCK for mark in _marks().iterdir())
 
 
 def _compiler(target: Target, processes: int | None = None, notify: Notify | None = None) -> Compiler:
-    """The pool whose workers already run, or a new one."""
+    """The pool whose workers are already running, or a new one."""
     global _early
     if _early is None or processes is not None:
         return Compiler(target, processes, notify)
@@ -199,13 +199,13 @@ def _compiler(target: Target, processes: int | None = None, notify: Notify | Non
 
 
 class Compiler:
-    """Worker processes that compile kernels into Triton's cache, within a context whose end waits for them.
+    """Worker processes that compile kernels into Triton's cache; leaving the context waits for them.
 
-    Workers start with the first kernels that are submitted and missing, unless `start` was called before. Processes
-    that share a cache (ranks, several searches) take turns: the second one finds what the first has compiled. A kernel
-    that cannot be compiled is left to its first launch, which reports the reason.
+    Workers start when the first missing kernel is submitted, unless `start` was called before. Processes that share a
+    cache (ranks, several searches) warm up one at a time: the second one finds the kernels of the first. A kernel that
+    cannot be compiled is left to its first launch, which reports the reason.
 
-    target: None: given later, by `assign`. processes: maximum number of workers; None: one per core.
+    target: None if set later by `assign`. processes: maximum number of workers; None: one per core.
     """
 
     def __init__(self, target: Target | None, processes: int | None = None, notify: Notify | None = None) -> None:
@@ -220,7 +220,7 @@ class Compiler:
         self._began = time.perf_counter()
 
     def start(self, most: int) -> None:
-        """Start up to `most` workers, which then wait for jobs."""
+        """Start up to `most` workers, which wait for jobs."""
         folder = self._open()
         for _ in range(min(most, self._most)):
             self._workers.append(self._start(folder))
@@ -237,12 +237,12 @@ class Compiler:
         if not self._is_alone:
             self._resources.enter_context(_alone(self._marks / LOCK))
             self._is_alone = True
-            if mark.exists():  # another process has compiled it in the meantime
+            if mark.exists():  # another process has compiled it meanwhile
                 return
         folder = self._folder or self._open()
         number, self.num_missing = self.num_missing, self.num_missing + 1
         (folder / str(number)).write_text(json.dumps([self._target, job]))
-        # So few bytes go into a pipe at once: no worker reads a part of a number.
+        # Writes this small are atomic: no worker reads a partial number.
         os.write(self._queue, number.to_bytes(4, "big"))
         if len(self._workers) < self._most:
             self._workers.append(self._start(folder))
@@ -256,7 +256,7 @@ class Compiler:
         self.close(wait=self.num_missing > 0 and (kind is None or issubclass(kind, Exception)))
 
     def close(self, wait: bool = False) -> None:
-        """End the workers. wait: for what was submitted."""
+        """Stop the workers. wait: finish submitted jobs first."""
         with self._resources:
             if self._folder is None:
                 return
@@ -272,7 +272,7 @@ class Compiler:
                             worker.wait(max(0.0, end - time.monotonic()))
             finally:
                 for worker in self._workers:
-                    worker.kill()  # does nothing if it has ended
+                    worker.kill()  # no effect if it has exited
                     worker.wait()
         if self._notify is not None and self.num_missing:
             seconds = time.perf_counter() - self._began
@@ -280,7 +280,7 @@ class Compiler:
 
     def _open(self) -> Path:
         folder = self._folder = Path(self._resources.enter_context(TemporaryDirectory(prefix="softcell-")))
-        # All workers read one pipe: the next free one takes the next number.
+        # All workers read the same pipe: the next idle one takes the next number.
         self._numbers, self._queue = os.pipe()
         for end in (self._numbers, self._queue):
             self._resources.callback(os.close, end)
@@ -292,13 +292,13 @@ class Compiler:
             [sys.executable, "-m", "softcell.kernels.warm_up", str(folder)],
             stdin=self._numbers,
             stdout=subprocess.DEVNULL,
-            # One thread each: there is a worker per core.
+            # One thread each, since there is one worker per core.
             env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path},
         )
 
 
 def compile_one(job: Compilation, target: Target) -> Any:
-    """Triton's compiled kernel; no device is needed."""
+    """Compiles one kernel with Triton; no device is needed."""
     from triton.backends.compiler import GPUTarget  # type: ignore[import-not-found, unused-ignore]
     from triton.compiler import ASTSource, compile  # type: ignore[import-not-found, unused-ignore]
 
@@ -312,9 +312,9 @@ def compile_one(job: Compilation, target: Target) -> Any:
 
 
 def build_launcher(job: Compilation, kernel: Any, claims: Path) -> None:
-    """Build what launches a compiled kernel: a module in C, which Triton builds for every list of argument types.
+    """Build the launcher of a compiled kernel: a C module, which Triton builds for every list of argument types.
 
-    claims: a folder in which workers note what they build, so that each is built once.
+    claims: a folder in which workers mark the launchers they build, so that each is built once.
     """
     from triton.backends.nvidia.driver import CudaLauncher  # type: ignore[import-not-found, unused-ignore]
 
@@ -332,7 +332,7 @@ def _tuples(value: Any) -> Any:
 
 
 def _reduced(specialization: str) -> str:
-    """A specialization without its key in Triton's cache in memory, which repeats the rest."""
+    """A specialization without its key in Triton's in-memory cache, which repeats the other fields."""
     given = json.loads(specialization)
     del given["key"]
     return json.dumps(given)  # the order of a signature matters
@@ -349,14 +349,14 @@ def _marks() -> Path:
 def _digest(job: Compilation, target: Target) -> str:
     import triton  # type: ignore[import-not-found, unused-ignore]
 
-    # Triton's hash of the kernel's source and of all functions that it calls.
+    # Triton's hash of the source of the kernel and of all functions that it calls.
     source = getattr(importlib.import_module(job.module), job.name).cache_key
     return hashlib.sha256(repr((triton.__version__, source, tuple(target), tuple(job))).encode()).hexdigest()
 
 
 @contextmanager
 def _alone(lock: Path) -> Iterator[None]:
-    """Waits until no other process of this machine is in this context; where files cannot be locked, does not wait."""
+    """Waits until no other process on this machine is in this context; does not wait if files cannot be locked."""
     try:
         import fcntl
     except ImportError:  # Windows
@@ -364,26 +364,26 @@ def _alone(lock: Path) -> Iterator[None]:
         return
     with lock.open("w") as file:
         with suppress(OSError):
-            fcntl.flock(file, fcntl.LOCK_EX)  # ends with the process, however that ends
+            fcntl.flock(file, fcntl.LOCK_EX)  # released when the process ends, for any reason
         yield
 
 
 def _work(folder: Path) -> None:
-    """The main loop of a worker: reads job numbers and compiles the jobs until there are no more."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C reaches workers too; they end without a traceback
+    """The main loop of a worker: reads job numbers and compiles these jobs until there are no more."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C also reaches workers; they exit without a traceback
     marks = _marks()
-    importlib.import_module("triton.compiler")  # before the first job, for which an early worker still waits
+    importlib.import_module("triton.compiler")  # import before the first job, while an early worker is idle
     while (number := os.read(sys.stdin.fileno(), 4)) not in (END, b""):
         target, job = json.loads((folder / str(int.from_bytes(number, "big"))).read_text())
         target, job = Target(*target), Compilation(*job)
         try:
             kernel = compile_one(job, target)
-        except Exception as error:  # its first launch reports it in full
+        except Exception as error:  # the first launch reports the full error
             print(f"{job.name} was not compiled ahead: {type(error).__name__}", file=sys.stderr)
             continue
         (marks / _digest(job, target)).touch()
         if target.backend == "cuda":
-            with suppress(Exception):  # without a driver or a C compiler; the first launch reports it in full
+            with suppress(Exception):  # no driver or C compiler; the first launch reports the full error
                 build_launcher(job, kernel, folder)
 
 

@@ -1,10 +1,10 @@
 """Derived cells of ReLU-convolution-norm candidates as programs of `softcell.kernels.cell`.
 
-A node of such a cell is Σ γ·ŷ + β over its inputs, where a mixed cell has Σ w·ŷ: the same program with weights per
-channel, the scales and shifts of the norms. Identities and pools without a norm have weight one. Drop-path scales
-γ·ŷ + β of every pick but identities, which are never dropped (DARTS).
+A node of such a cell is Σ γ·ŷ + β over its inputs instead of the Σ w·ŷ of a mixed cell: the same program with weights
+per channel, the scales and shifts of the norms. Identities and pools without a norm have weight one. Drop-path scales
+γ·ŷ + β of every pick except identities, which are never dropped (DARTS).
 
-Nothing is owned here: weights and running statistics stay in the modules, under their names.
+These classes own no parameters: weights and running statistics stay in the modules, under their names.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ RunCell = Callable[[Sequence[Tensor]], list[Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class AffineCell:
-    """A derived cell's program and what it reads; `paths` is the number of picks that drop-path drops."""
+    """A derived cell's program and the modules it reads; `paths` is the number of picks that drop-path drops."""
 
     cell: FusedCell
     drop_path: DropPath
@@ -43,7 +43,7 @@ class AffineCell:
     def __call__(self, states: Sequence[Tensor], factors: Tensor | None = None) -> list[Tensor]:
         """Values of the input nodes to those of all nodes, each [n, c, h, w].
 
-        factors [1 + paths, n]: of drop-path, after ones for what is never dropped; None: nothing is dropped.
+        factors [1 + paths, n]: of drop-path, after a row of ones for identities; None: nothing is dropped.
         """
         return self.cell(states, self.mix(), factors)
 
@@ -58,9 +58,9 @@ _ONES: dict[tuple[int, torch.dtype, torch.device], Tensor] = {}
 
 
 def _ones(like: Tensor) -> Tensor:
-    """Ones like a parameter; kept, since making them would take a launch for every cell.
+    """Ones like a parameter; cached, since creating them would take a launch for every cell.
 
-    They are copied from the host, which waits for that: later readers may be on other streams.
+    They are copied from the host synchronously, since later readers may be on other streams.
     """
     key = (like.shape[0], like.dtype, like.device)
     if key not in _ONES:
@@ -78,7 +78,8 @@ def plan_affine(
 ) -> AffineCell:
     """The fused form of a derived cell; raises `Unfit` with the reason if there is none.
 
-    picks: source, target and module of each that is not zero. stride: of all outgoing operations of an input node.
+    picks: source, target and module of every pick that is not zero. stride: of all outgoing operations of an input
+    node.
     """
     entries, choice = [], 0
     for source, target, module in picks:
@@ -90,10 +91,10 @@ def plan_affine(
 
 @contextmanager
 def fused_pass(cells: Iterable[PickedCell], x: Tensor) -> Iterator[list[RunCell]]:
-    """How to run each cell within this context: fused, or module by module where it has no fused form.
+    """Yields a function that runs each cell: fused, or module by module without a fused form.
 
-    What is small happens once for all cells, since each launch takes microseconds: drop-path's factors are drawn at the
-    beginning, running statistics and counts of batches are updated at the end. x: any tensor of the batch, [n, ...].
+    Small operations run once for all cells, since each launch takes microseconds: drop-path factors are drawn at the
+    beginning, running statistics and batch counts are updated at the end. x: any tensor of the batch, [n, ...].
     """
     forms = [(cell, cell.fused_affine()) for cell in cells]
     counts = [cell.num_dropped() if form is None else form.paths for cell, form in forms]
@@ -104,7 +105,7 @@ def fused_pass(cells: Iterable[PickedCell], x: Tensor) -> Iterator[list[RunCell]
 
 
 def _drawn(drop_path: DropPath, x: Tensor, counts: Sequence[int], fused: Sequence[bool]) -> list[Tensor | None]:
-    """Each cell's factors [count, n], after a row of ones if it is fused; None where nothing is dropped.
+    """Each cell's factors [count, n], after a row of ones if it is fused; None if nothing is dropped.
 
     Row 0 of a fused cell's factors is for identities, which are never dropped.
     """

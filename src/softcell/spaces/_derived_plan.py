@@ -1,6 +1,6 @@
-"""Plans the program that runs a derived cell's modules together, or raises the reason why they must run one by one.
+"""Plans the program that runs a derived cell's modules together, or raises the reason why they must run separately.
 
-Nothing is owned here: weights and running statistics stay in the modules, under their names.
+These classes own no parameters: weights and running statistics stay in the modules, under their names.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class DerivedCell:
     """A program and the modules it reads."""
 
     program: Derived
-    owners: tuple[tuple[nn.Module, str], ...]  # of the parameters, in the order the program knows them by
+    owners: tuple[tuple[nn.Module, str], ...]  # of the parameters, in the order of the program
     norms: tuple[tuple[int, nn.BatchNorm2d], ...]
     drop_path: DropPath
 
@@ -66,7 +66,7 @@ class DerivedCell:
 
     @property
     def training(self) -> bool:
-        # All norms of a fused cell are in one mode (`remembered_form`), so the first one stands for all.
+        # All norms of a fused cell have the same mode (`remembered_form`), so the first one determines it.
         return self.norms[0][1].training if self.norms else self.drop_path.training
 
     def parameters(self) -> list[Tensor]:
@@ -74,14 +74,14 @@ class DerivedCell:
         return [_four_dimensional(getattr(module, name)) for module, name in self.owners]
 
     def flat_parameters(self) -> Tensor:
-        """All parameters one after the other, [size]."""
+        """All parameters concatenated, [size]."""
         if torch.is_grad_enabled():
             return flat(self.parameters())
-        # Kernels of one pixel or one channel are stored in that order; a validation pass has nothing to run backward.
+        # Kernels of one pixel or one channel already have that order; a validation pass has no backward pass.
         return torch.cat([getattr(module, name).flatten() for module, name in self.owners])
 
     def __call__(self, states: Sequence[Tensor]) -> Tensor:
-        """The cell's input tensors [n, c_i, h_i, w_i], not preprocessed, to its concatenated nodes."""
+        """Maps the cell's input tensors [n, c_i, h_i, w_i], not preprocessed, to its concatenated nodes."""
         alone = DerivedPass([self], states[-1])
         out = alone.run(self, states)
         alone.finish()
@@ -115,10 +115,10 @@ class Fused(Protocol):
 
 
 class DerivedPass:
-    """One pass through fused cells. What is small happens once for all of them, since each launch takes microseconds.
+    """One pass through fused cells. Small operations run once for all cells, since each launch takes microseconds.
 
-    Drop-path's factors are drawn at the beginning, running statistics are updated by `finish`; where norms use them,
-    they are collected at the beginning.
+    Drop-path factors are drawn at the beginning. Running statistics are updated by `finish`; if norms use them, they
+    are collected at the beginning.
     """
 
     def __init__(self, cells: Sequence[Fused], x: Tensor) -> None:
@@ -138,7 +138,7 @@ class DerivedPass:
         return self._factors.get(id(cell))
 
     def run(self, cell: DerivedCell, states: Sequence[Tensor]) -> Tensor:
-        """The cell's input tensors [n, c_i, h_i, w_i], not preprocessed, to its concatenated nodes."""
+        """Maps the cell's input tensors [n, c_i, h_i, w_i], not preprocessed, to its concatenated nodes."""
         dtype = compute_type(states[-1])
         with torch.autocast(states[-1].device.type, enabled=False):
             parameters, running, shared = self._given(cell, states[-1], dtype)
@@ -148,7 +148,7 @@ class DerivedPass:
         return out
 
     def run_nodes(self, cell: DerivedCell, states: Sequence[Tensor], factors: Tensor | None) -> list[Tensor]:
-        """A part of a cell: its input tensors, as its program takes them, to its nodes, each [n, c, h, w].
+        """Runs a part of a cell: maps the input tensors of its program to its nodes, each [n, c, h, w].
 
         factors [paths, n]: of drop-path, or None.
         """
@@ -160,14 +160,14 @@ class DerivedPass:
         return nodes
 
     def _given(self, cell: DerivedCell, x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None, bool]:
-        """Flat parameters [size], running statistics [2, planes, c] where they are used, whether ranks share norms."""
+        """Flat parameters [size], running statistics [2, planes, c] if used, and whether ranks share norms."""
         if not cell.owners:
             return x.new_empty(0, dtype=torch.promote_types(dtype, torch.float32)), None, False
         return cell.flat_parameters(), self._running.get(id(cell)), cell.training and shares_norms()
 
     def _note(self, cell: DerivedCell, moments: Tensor, too_few: bool, shape: torch.Size) -> None:
         if cell.training and cell.norms:
-            if too_few:  # not checked where ranks share norms: that would stall the device
+            if too_few:  # not checked if ranks share norms: a check would stall the device
                 raise ValueError(f"training needs more than 1 value per channel, but got {tuple(shape)}")
             self._measured.append((cell, moments))
 
@@ -186,9 +186,9 @@ class DerivedPass:
 
 
 def running_of(cells: Sequence[DerivedCell]) -> dict[int, Tensor]:
-    """By the id of each cell [2, planes, c]: running mean and variance by plane, from one concatenation for all.
+    """Running mean and variance by plane, [2, planes, c], for the id of each cell; one concatenation for all cells.
 
-    The rows of planes without a norm are not read; they get those of another.
+    The rows of planes without a norm are not read; they repeat those of another plane.
     """
     rows: list[Tensor] = []
     for cell in cells:
@@ -212,7 +212,7 @@ def plan_derived(
 ) -> DerivedCell:
     """The fused form of a cell of `nodes` inner nodes; raises `Unfit` with the reason if there is none.
 
-    preprocess: one module per input tensor, or None for each: the tensors are then the input nodes, `channels` wide.
+    preprocess: one module per input tensor, or None for each; the tensors are then the input nodes, `channels` wide.
     stride: of all outgoing operations of an input node.
     """
     return _Planner(list(preprocess), list(picks), nodes, channels, stride, drop_path).build()
@@ -235,10 +235,10 @@ class _Planner:
         self.depths: list[nn.Conv2d] = []
         self.norms: list[tuple[int, nn.BatchNorm2d]] = []
         self.slots = 0
-        self.result: dict[int, int] = {}  # by pick: the plane of its output
+        self.result: dict[int, int] = {}  # output plane of each pick
 
     def build(self) -> DerivedCell:
-        # Each pick has its own plane: a shared norm would update its running statistics once per edge.
+        # Each pick has a separate plane: a shared norm would update its running statistics once per edge.
         learned = [id(pick.module) for pick in self.picks if any(True for _ in pick.module.buffers())]
         if len(set(learned)) < len(learned):
             raise Unfit("edges share a module")
@@ -331,7 +331,7 @@ class _Planner:
 
     def _round(self, sources: tuple[int, ...]):  # type: ignore[no-untyped-def]
         first, second, pools, measured, measured_second = [], [], [], [], []
-        again: list[tuple[int, int, nn.Module]] = []  # number of a pick, plane, module: what is convolved once more
+        again: list[tuple[int, int, nn.Module]] = []  # number of a pick, plane, module: planes that are convolved again
         for number, pick in enumerate(self.picks):
             if pick.source not in sources or isinstance(pick.module, nn.Identity):
                 continue
@@ -356,7 +356,7 @@ class _Planner:
                 if pool_of(module)[1] is None:  # type: ignore[index]
                     continue
             measured.append(plane)
-        # After all of the first, so that the weights of kernels that run together are adjacent.
+        # After all first convolutions, so that the weights of kernels that run together are adjacent.
         for number, plane, module in again:
             self.result[number] = outer = self._plane()
             second.append(self._pair(plane, outer, module[5], module[6], module[7]))  # type: ignore[index]
@@ -410,7 +410,7 @@ class _Planner:
         return stage, len(self.matrices) - 1, NONE
 
     def _reduction(self, source: int, plane: int, module: FactorisedReduction) -> list[tuple[Stage, int, int]]:
-        """Two pointwise convolutions of stride 2; the second reads pixels one further, which is a padding of −1."""
+        """Two pointwise convolutions of stride 2; the second is shifted by one pixel, which is a padding of −1."""
         if not isinstance(module.even, nn.Conv2d) or module.norm.num_features != self.channels:
             raise Unfit("a factorised reduction of a single channel, or of another width")
         assert isinstance(module.odd, nn.Conv2d)
@@ -433,7 +433,7 @@ class _Planner:
 
 
 def _four_dimensional(weight: Tensor) -> Tensor:
-    """In the layout of `flat`: a vector, and a depthwise kernel [c, 1, k, k] in its own order, as many 1×1 kernels."""
+    """In the layout of `flat`: a vector, or a depthwise kernel [c, 1, k, k] in its storage order, as 1×1 kernels."""
     return weight.reshape(-1, 1, 1, 1) if weight.dim() == 1 or weight.shape[1] == 1 else weight
 
 

@@ -1,8 +1,8 @@
 """The executors of mixed cells: the whole cell or the outgoing operations of a node as one program, or node by node.
 
 Fused forms run through `softcell.kernels`; one is planned once for every set of live candidates and kept. Node by node,
-all outgoing operations of a node run when its value is known. What depends only on the node (pools, identity) runs once
-for all its outgoing edges. See `softcell.spaces.execution` for the choice.
+all outgoing operations of a node run when its value is known. Operations that depend only on the node (pools, identity)
+run once for all its outgoing edges. See `softcell.spaces.execution` for the choice.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ def run_by_node(
     factors: Tensor | None,
     execution: Execution = Execution.MODULES,
 ) -> list[Tensor]:
-    """Values of a mixed cell's input nodes to those of all nodes, each [n, c, h, w].
+    """Maps the values of a mixed cell's input nodes to those of all nodes, each [n, c, h, w].
 
-    factors [choices, n]: of drop-path. execution: any but `FUSED_CELL`.
+    factors [choices, n]: of drop-path. execution: anything except `FUSED_CELL`.
     """
     values = list(states)
     inputs: dict[int, NodeInputs] = {target: NodeInputs([], [], set()) for target in cell.table.targets}
     executors: dict[int, NodeExecutor] = {}
-    rests: dict[int, Tensor] = {}  # what bypasses the candidates, by source
+    rests: dict[int, Tensor] = {}  # values that bypass the candidates, by source
     chosen = {} if cell.block is None else cell.block.read_weights(mix, site, factors)
     for node in range(max(cell.table.targets) + 1):
         if node >= cell.inputs:
@@ -61,9 +61,9 @@ def run_by_node(
                 value = cell.partial.node_value(value, rest, states[0])
             elif value is None:
                 value = cell.partial.node_value(None, None, states[0])
-            else:  # `_run_modules` gave the mix outputs of all channels
+            else:  # `_run_modules` passed the outputs of all channels to the mix
                 value = cell.partial.shuffle(value)
-            # Offsets are 0 and only carry gradients (`WeightMix`).
+            # Offsets are 0 and only propagate gradients (`WeightMix`).
             offsets = mix.offsets(site) if isinstance(mix, WeightMix) else None
             if offsets is not None:
                 value = value + sum(offsets[choice] for choice in cell.table.incoming(node))
@@ -98,9 +98,9 @@ def _run_modules(
     *,
     calibrations_only: bool,
 ) -> None:
-    """Adds the outputs of the live outgoing candidates of a node to the inputs of their targets; made: known ones.
+    """Adds the outputs of a node's live outgoing candidates to the inputs of their targets; made: known outputs.
 
-    rest: what bypasses the candidates, for mixes that combine outputs of all channels themselves.
+    rest: the values that bypass the candidates, for mixes that combine outputs of all channels themselves.
     """
     live = mix.live(site)
     leaving = [
@@ -112,7 +112,7 @@ def _run_modules(
         leaving = [one for one in leaving if isinstance(one[-1], Calibration)]
     again = {choice: mix.recomputes(site, choice) for choice, *_ in leaving}
     width, reached = cell.table.width, cell.reached(live)
-    # Choices that are recomputed run one by one below: a group would keep their activations.
+    # Recomputed choices run one by one below, since a group would keep their activations.
     executor.together(
         module
         for choice, k, target, module in leaving
@@ -146,9 +146,9 @@ def _all_outputs(cell: MixedCell, choice: int, executor: NodeExecutor) -> dict[i
 
 
 class NodeExecutor:
-    """Runs modules on one node's value, each module at most once, and the ReLU that most start with only once.
+    """Runs modules on one node's value: each module at most once, and the ReLU that most of them start with only once.
 
-    A bottleneck, or partial channels, narrow the value before the first module that runs.
+    A bottleneck or partial channels narrow the value before the first module runs.
     """
 
     def __init__(self, x: Tensor, node: int, narrowing: Bottleneck | PartialChannels | None) -> None:
@@ -165,7 +165,7 @@ class NodeExecutor:
         return self._done[key]
 
     def together(self, modules: Iterable[nn.Module | None]) -> None:
-        """Runs modules that can run together, where that is faster (`plan_modules`)."""
+        """Runs modules together if that is possible and faster (`plan_modules`)."""
         grouping, own = plan_modules(self._x), list(modules)
         if grouping.convolutions:
             self._stack(own)
@@ -180,7 +180,7 @@ class NodeExecutor:
                 self._done.update(zip(own, outputs, strict=True))
 
     def value(self) -> Tensor:
-        """The input of the modules: the node's value, narrowed where its cell does that."""
+        """The input of the modules: the node's value, narrowed if the cell requires it."""
         self._narrow()
         return self._x
 
@@ -217,7 +217,7 @@ def run_node_sums(
     factors: Tensor | None,
     inputs: Mapping[int, NodeInputs],
 ) -> bool:
-    """Runs the outgoing features of a node as one program; False where they must run one by one."""
+    """Runs the outgoing features of a node as one program; returns False if they must run one by one."""
     assert isinstance(mix, WeightMix)
     form = cell.node_sums.of(node, mix.live(site), cell.stride_from(node))
     if form is None:
@@ -234,9 +234,9 @@ def run_node_sums(
 def run_node_outputs(cell: MixedCell, node: int, executor: NodeExecutor, mix: Mix, site: int) -> dict[int, Tensor]:
     """The outputs of the outgoing features of a node, from one program, by position in the flattened table.
 
-    Empty where they must run one by one.
+    Empty if they must run one by one.
     """
-    # The program keeps all outputs for the backward pass, which recomputation avoids.
+    # The program keeps all outputs for the backward pass, which defeats recomputation.
     if any(mix.recomputes(site, choice) for _, choice, _, _ in cell.leaving[node]):
         return {}
     form = cell.node_outputs.of(node, mix.live(site), cell.stride_from(node))
@@ -254,7 +254,7 @@ class FusedForms:
         self._known: dict[Live | None, FusedCell | None] = {}
 
     def of(self, live: Live | None, channels: int, stride: int) -> FusedCell | None:
-        """None where the cell must run module by module."""
+        """None if the cell must run module by module."""
         return remembered_form(
             self._known, live, lambda: plan(self._entries_of(live), self._inputs, self._nodes, channels, stride)
         )
@@ -275,8 +275,8 @@ class NodeSums:
 class NodeSumForms:
     """Fused forms for cells that cannot be fused as a whole, one per node.
 
-    There is something between the nodes of such a cell (a bottleneck, a bypass, a calibration), but the outgoing
-    features of one node are a small cell: one input, and one weighted sum per target.
+    Such a cell has operations between its nodes (a bottleneck, a bypass, a calibration), but the outgoing features of
+    one node form a small cell with one input and one weighted sum per target.
     """
 
     def __init__(self, features_of: Callable[[int, Live | None], Iterable[tuple[int, Entry]]], channels: int) -> None:
@@ -284,7 +284,7 @@ class NodeSumForms:
         self._known: dict[tuple[int, Live | None], NodeSums | None] = {}
 
     def of(self, node: int, live: Live | None, stride: int) -> NodeSums | None:
-        """None where the features must run one by one; `stride` holds for all outgoing operations of the node."""
+        """None if the features must run one by one; `stride` applies to all outgoing operations of the node."""
         return remembered_form(self._known, (node, live), lambda: self._plan(node, live, stride))
 
     def _plan(self, node: int, live: Live | None, stride: int) -> NodeSums:
@@ -319,7 +319,7 @@ class NodeOutputForms:
         self._known: dict[tuple[int, Live | None], NodeOutputs | None] = {}
 
     def of(self, node: int, live: Live | None, stride: int) -> NodeOutputs | None:
-        """None where the candidates must run one by one; outputs are numbered by the positions of their weights."""
+        """None if the candidates must run one by one; outputs are numbered by the positions of their weights."""
         return remembered_form(self._known, (node, live), lambda: self._plan(node, live, stride))
 
     def _plan(self, node: int, live: Live | None, stride: int) -> NodeOutputs:

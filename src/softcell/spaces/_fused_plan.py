@@ -1,7 +1,7 @@
 """Mixed cells that run as one program of `softcell.kernels`: the program with its modules, and how it is planned.
 
-`plan` makes a `FusedCell` of a cell's live candidates, or raises the reason why their modules must run one by one.
-Nothing is owned here: weights and running statistics stay in the modules, under their names.
+`plan` creates a `FusedCell` from a cell's live candidates, or raises the reason why their modules must run one by one.
+These classes own no parameters: weights and running statistics stay in the modules, under their names.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from softcell.spaces.execution import compute_type
 
 
 class _Flat(torch.autograd.Function):
-    """The flat weights [size] of a cell from its modules' weights, whose gradients come in the same layout."""
+    """The flat weights [size] of a cell from its modules' weights; their gradients have the same layout."""
 
     @staticmethod
     def forward(ctx: Any, cell: FusedCell, stream: torch.cuda.Stream | None, *weights: Tensor) -> Tensor:
@@ -45,7 +45,7 @@ class _Flat(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         cell: FusedCell = ctx.cell
         weights: list[Tensor] = list(ctx.saved_tensors)
-        # Second order: `compose_gradient` has no derivative, so the weights are composed by plain autograd.
+        # For second order, weights are composed by plain autograd, since `compose_gradient` has no derivative.
         if torch.is_grad_enabled():
             again = torch.autograd.grad(cell.flatten(weights), weights, gradient, create_graph=True)
             return None, None, *again
@@ -62,21 +62,21 @@ class FusedCell:
     """A program and the modules it reads."""
 
     program: Program
-    recipes: tuple[Recipe, ...]  # how the convolutions' weights, one after the other, become the flat weights
+    recipes: tuple[Recipe, ...]  # composes the flat weights from the concatenated weights of the convolutions
     convolutions: tuple[nn.Conv2d, ...]
-    norms: tuple[tuple[int, nn.BatchNorm2d], ...]  # (plane, its norm), all of one momentum
+    norms: tuple[tuple[int, nn.BatchNorm2d], ...]  # (plane, its norm), all with the same momentum
 
     @property
     def are_copies(self) -> bool:
-        """Whether the flat weights are the convolutions' own, in their order."""
+        """Whether the flat weights are the convolutions' weights, in the same order."""
         return all(r.kind is Kind.COPY and r.matrix == r.target for r in self.recipes)
 
     def __call__(
         self, states: Sequence[Tensor], mix: Tensor | None = None, factors: Tensor | None = None
     ) -> list[Tensor]:
-        """Input nodes [n, c, h, w] and mixing weights, as `mixed_cell` takes them, to the values of all nodes.
+        """Maps input nodes [n, c, h, w] and mixing weights, in the form of `mixed_cell`, to the values of all nodes.
 
-        mix: None where every output is returned separately. factors [choices, n]: of drop-path, by choice and sample.
+        mix: None if every output is returned separately. factors [choices, n]: of drop-path, by choice and sample.
         """
         c, device = self.program.channels, states[0].device
         training = self.norms[0][1].training
@@ -85,7 +85,7 @@ class FusedCell:
             with backward_on_second_stream(device) as stream:
                 flat = _Flat.apply(self, stream, *self.parameters())  # type: ignore[no-untyped-call]
             running = None if training else running_by_plane(self.norms, self.program.planes, c)
-            mix = flat.detach() if mix is None else mix  # not read then, but kernels need a pointer
+            mix = flat.detach() if mix is None else mix  # not read in this case, but kernels need a pointer
             mix = mix.to(torch.promote_types(dtype, torch.float32))
             n, _, height, width = states[0].shape
             stride = self.program.stride
@@ -102,7 +102,7 @@ class FusedCell:
         return [*states, *nodes]
 
     def parameters(self) -> list[Tensor]:
-        """The convolutions' weights, in the order the recipes know them by."""
+        """The convolutions' weights, in the order of the recipes."""
         return [conv.weight for conv in self.convolutions]
 
     def flatten(self, weights: Sequence[Tensor]) -> Tensor:
@@ -111,7 +111,7 @@ class FusedCell:
 
 
 Norms = Sequence[tuple[int, nn.BatchNorm2d]]
-"""(plane, its norm), all of one momentum."""
+"""(plane, its norm), all with the same momentum."""
 
 
 def running_by_plane(norms: Norms, planes: int, channels: int) -> Tensor:
@@ -123,7 +123,7 @@ def running_by_plane(norms: Norms, planes: int, channels: int) -> Tensor:
     return running.index_copy_(1, where, torch.stack([means, variances]))
 
 
-# Kept, since copying an index to the device in each step would stall a GPU.
+# Cached, since copying an index to the device in each step would stall a GPU.
 _POSITIONS: dict[tuple[tuple[int, ...], torch.device], Tensor] = {}
 
 
@@ -146,7 +146,7 @@ class Entry:
 
 
 KEPT = 64
-"""The number of fused forms that one cell keeps, by its live candidates."""
+"""The number of fused forms that a cell keeps, one per set of live candidates."""
 K = TypeVar("K")
 V = TypeVar("V")
 
@@ -158,7 +158,7 @@ class Unfit(Exception):
 
 
 def remembered(known: dict[K, V | None], key: K, make: Callable[[], V]) -> V | None:
-    """The value made for `key`, None where there is none; only the latest `KEPT` are kept."""
+    """The cached value for `key`, or None if `make` raises `Unfit`; only the latest `KEPT` values are kept."""
     if key not in known:
         while len(known) >= KEPT:
             known.pop(next(iter(known)))
@@ -180,9 +180,9 @@ F = TypeVar("F", bound=Form)
 
 
 def remembered_form(known: dict[K, F | None], key: K, make: Callable[[], F]) -> F | None:
-    """The form made for `key`; None where there is none, and while some of its norms are in training and others not.
+    """The form for `key`; None without one, or while some of its norms are in training mode and others are not.
 
-    A program measures all of its planes or none. Norms may be frozen at any time, so this is checked in every pass.
+    A program measures all of its planes or none. Norms may be frozen at any time, so every pass checks this.
     """
     form = remembered(known, key, make)
     return form if form is None or len({norm.training for _, norm in form.norms}) == 1 else None
@@ -190,7 +190,7 @@ def remembered_form(known: dict[K, F | None], key: K, make: Callable[[], F]) -> 
 
 @dataclass(frozen=True, slots=True)
 class _Stage:
-    """How a module's convolutions become one kernel: the window and the weights [c, taps, c] made from `module`."""
+    """How a module's convolutions become one kernel: the window, and weights [c, taps, c] composed from `module`."""
 
     window: Window
     norm: nn.BatchNorm2d
@@ -209,7 +209,7 @@ def _window(conv: nn.Conv2d) -> Window:
 
 
 def _stages(module: nn.Module) -> tuple[_Stage, ...] | None:
-    """One or two stages for the convolutions that are known; None for other modules."""
+    """One or two stages for supported convolutions; None for other modules."""
     kind = type(module)
     if kind is SeparableConv:
         return _pair(module, 1, 0), _pair(module, 5, 1)  # type: ignore[arg-type]
@@ -225,7 +225,7 @@ def _stages(module: nn.Module) -> tuple[_Stage, ...] | None:
         assert isinstance(odd, nn.Conv2d) and isinstance(norm, nn.BatchNorm2d)
         if not isinstance(even, nn.Conv2d):  # a single channel
             return None
-        # Two pixels of every 2×2 block are read, each by one half of the output channels.
+        # Two pixels of every 2×2 block are read, each by half of the output channels.
         return (_Stage(Window(2, 1, 0, 2), norm, (even, odd), 4),)
     return None
 
@@ -255,7 +255,7 @@ def plan(
 
 
 def plan_apart(entries: Iterable[Entry], channels: int, stride: int) -> tuple[FusedCell, list[int]]:
-    """The fused form of the outgoing modules of one node, with separate outputs, and the output number of each."""
+    """The fused form of the outgoing modules of one node, with separate outputs, and each module's output number."""
     planner = _Planner(list(entries), 1, 1, channels, stride, False)
     cell = planner.build(apart=True)
     planes = [planner.result[id(entry.module)][0] for entry in planner.entries]
@@ -317,7 +317,7 @@ class _Planner:
         return FusedCell(program, self._recipes(), tuple(convolutions), tuple(self.norms))
 
     def _recipes(self) -> tuple[Recipe, ...]:
-        """Factors are in the order of the flat weights, a depthwise one before its pointwise one."""
+        """Factors have the order of the flat weights; a depthwise factor precedes its pointwise factor."""
         recipes, at, target = [], 0, 0
         for (order, window), stages in self.kinds.items():
             for stage in stages:
@@ -329,7 +329,7 @@ class _Planner:
         return tuple(recipes)
 
     def _draft(self, sources: tuple[int, ...]):  # type: ignore[no-untyped-def]
-        """Gives planes to all outgoing operations of `sources`: twice-convolved first, then the others, then pools."""
+        """Assigns planes to all outgoing operations of `sources`: two-stage convolutions, other convolutions, pools."""
         modules: dict[int, dict[int, nn.Module]] = {s: {} for s in sources}
         for e in self.entries:
             if e.source in modules and e.module is not None and not isinstance(e.module, nn.Identity):
@@ -426,7 +426,7 @@ class _Planner:
         return tuple((e.target, e.weight, e.choice) for e in mine)
 
     def _terms(self) -> tuple[tuple[Term, ...], ...]:
-        """Gradients reach the last node first, so that node starts the gradient of a shared plane; others add to it."""
+        """Gradients reach the last node first, so it initialises gradients of shared planes; others add to them."""
         seen: set[int] = set()
         scales = {plane: 1 + 2 * i for i, (plane, _) in enumerate(self.norms)}
         found: list[tuple[Term, ...]] = []
@@ -460,7 +460,7 @@ class _Planner:
         return offsets
 
     def _eps(self) -> float:
-        """The value of all norms, which must be equal."""
+        """The common value of all norms; it must be the same for all."""
         norms = [norm for _, norm in self.norms]
         if any(n.affine != self.affine or not n.track_running_stats for n in norms):
             others = "no scale and shift" if self.affine else "scale and shift"
@@ -471,5 +471,5 @@ class _Planner:
 
 
 def _outermost(wave: Wave) -> list[range]:
-    """The planes that end with a norm."""
+    """The planes that are followed by a norm."""
     return [planes for planes in (range(wave.inner.stop, wave.measured.stop), wave.measured_second) if planes]

@@ -1,17 +1,18 @@
 """Derived cells that are several fused programs, with modules between them.
 
 An attention or a dynamic kernel is applied to the finished sum of a node's features (NOS), and a module without a
-kernel reads a finished node. Either cuts a cell: what comes before is one program of `softcell.kernels.derived`, what
-reads the result another one. Programs are numbered by *level*: how many cuts lie before them.
+kernel reads a finished node. Either cuts a cell: the operations before the cut are one program of
+`softcell.kernels.derived`, the operations that read the result are another. Programs are numbered by *level*, the
+number of cuts before them.
 
     level of an input                       0
-    level of a node that is a plain sum     the highest among its features' sources
-    level of a calibrated node              one more than that, or when all that calibrates it is known
+    level of a node that is a plain sum     the highest level among its features' sources
+    level of a calibrated node              one more, or the level at which all its calibrations are known
 
-All operations that leave nodes of one level are one program. Its inputs are the calibrated nodes of that level, and
-what programs of lower levels and modules contribute to its nodes.
+All outgoing operations of nodes of one level are one program. Its inputs are the calibrated nodes of that level, and
+the contributions of lower levels and of modules to its nodes.
 
-Nothing is owned here: weights and running statistics stay in the modules, under their names.
+These classes own no parameters: weights and running statistics stay in the modules, under their names.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ from softcell.spaces.edges import total
 from softcell.spaces.execution import plan_modules
 
 Key = tuple[str, int, int]
-"""A map [n, c, h, w] of a pass: ("node", number, 0); ("base", number, 0), a node before it is calibrated; ("part",
-number, level), what one level contributes to a node; ("outside", number of the pick, 0), what a module gives."""
+"""A map [n, c, h, w] of a pass: ("node", number, 0); ("base", number, 0), a node before its calibration; ("part",
+number, level), the contribution of one level to a node; ("outside", number of the pick, 0), a module output."""
 
 
 def _node(number: int) -> Key:
@@ -46,9 +47,9 @@ def _node(number: int) -> Key:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """A program: the maps that it reads and writes, and its rows of drop-path's factors.
+    """A program: the maps that it reads and writes, and its rows of drop-path factors.
 
-    cell: None where nodes are only sums; `sums` then has the positions of the terms of each, among reads and writes.
+    cell: None if nodes are only sums; `sums` then lists the positions of each node's terms among reads and writes.
     """
 
     cell: DerivedCell | None
@@ -60,7 +61,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Outside:
-    """A pick that runs as a module; row: of drop-path's factors, `NONE` if it is never dropped."""
+    """A pick that runs as a module; row: of the drop-path factors, `NONE` if it is never dropped."""
 
     number: int
     source: int
@@ -70,7 +71,7 @@ class Outside:
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """A calibration of a node; kept: how many connections its edge keeps, which share a weight of 1 (`Block`)."""
+    """A calibration of a node; kept: number of connections that its edge keeps, which share a weight of 1 (`Block`)."""
 
     source: int
     module: Calibration
@@ -80,7 +81,7 @@ class Made:
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """Calibrated nodes, each with the map that is calibrated; then modules without a kernel; then a program."""
+    """Calibrated nodes, each with the map to calibrate; then modules without a kernel; then a program."""
 
     blocks: tuple[tuple[int, Key, tuple[Made, ...]], ...]
     outside: tuple[Outside, ...]
@@ -89,10 +90,10 @@ class Level:
 
 @dataclass(frozen=True, slots=True)
 class SegmentedCell:
-    """Programs and the modules between them. preprocess: modules of the inputs; empty where the first program has them.
+    """Programs and the modules between them. preprocess: modules of the inputs; empty if the first program has them.
 
-    leaving: by source all calibrations that read it, which run together. dropped: by row of drop-path's factors the
-    number of the pick that it drops.
+    leaving: for each source, all calibrations that read it, which run together. dropped: for each row of drop-path
+    factors, the number of the pick that it drops.
     """
 
     levels: tuple[Level, ...]
@@ -113,7 +114,7 @@ class SegmentedCell:
 
     @property
     def norms(self) -> Norms:
-        """Those of all programs; a plane has its number in its own program."""
+        """The norms of all programs; plane numbers refer to their program."""
         return [norm for cell in self.programs for norm in cell.norms]
 
     @property
@@ -121,9 +122,9 @@ class SegmentedCell:
         return [own.segment.cell for own in self.levels if own.segment is not None and own.segment.cell is not None]
 
     def run(self, shared: DerivedPass, states: Sequence[Tensor], outputs: Collection[int]) -> list[Tensor]:
-        """The cell's input tensors [n, c_i, h_i, w_i], not preprocessed, to the values of `outputs`, each [n, c, h, w].
+        """Maps input tensors [n, c_i, h_i, w_i], not preprocessed, to the values of `outputs`, each [n, c, h, w].
 
-        shared: of all fused cells of the network's pass.
+        shared: state of all fused cells in this pass of the network.
         """
         return _Run(self, shared, states).values(outputs)
 
@@ -170,7 +171,7 @@ class _Run:
             if level.segment is not None:
                 self._run_segment(level.segment)
         found = [self._known[_node(number)] for number in outputs]
-        # Programs copy their gradients anyway.
+        # Programs copy their gradients in any case.
         return [dense_gradient(x) if n in self._calibrated else x for n, x in zip(outputs, found, strict=True)]
 
     def _run_segment(self, segment: Segment) -> None:
@@ -188,7 +189,7 @@ class _Run:
         self._known.update(zip(segment.writes, nodes, strict=True))
 
     def _of(self, key: Key) -> Tensor:
-        """A map as modules read it best; nodes of a program lie side by side."""
+        """A map in the layout that is fastest for modules; nodes of a program share a buffer."""
         if key not in self._dense:
             self._dense[key] = self._known[key].contiguous(memory_format=torch.channels_last)
         return self._dense[key]
@@ -220,14 +221,14 @@ def plan_segments(
 ) -> SegmentedCell:
     """The fused form of a cell of `nodes` inner nodes; raises `Unfit` with the reason if there is none.
 
-    picks: source, target and module of each that is not zero. residual: by node the source that it calibrates where it
-    has no features; features of these nodes are never dropped.
+    picks: source, target and module of each that is not zero. residual: for each node, the source that it calibrates if
+    it has no features; features of these nodes are never dropped.
     """
     return _Planner(list(preprocess), list(picks), nodes, channels, stride, drop_path, residual).build()
 
 
 def is_known(module: nn.Module) -> bool:
-    """Whether `softcell.kernels.derived` has modules of this kind."""
+    """Whether `softcell.kernels.derived` supports this kind of module."""
     kind = type(module)
     if kind is ReLUConvBN:
         return module[1].kernel_size == (1, 1)  # type: ignore[index, no-any-return]
@@ -286,13 +287,13 @@ class _Planner:
                 raise Unfit(f"node {node} has nothing to calibrate")
 
     def _assign_levels(self) -> None:
-        """level: by node, of the program that its outgoing operations belong to. ready: when modules can read it.
+        """level: for each node, the level of its outgoing operations. ready: the level from which modules can read it.
 
-        done: of the program that finishes its sum.
+        done: the level of the program that finishes its sum.
         """
         read = {source for source, _, module in self.picks if isinstance(module, Calibration) or not is_known(module)}
         read |= {source for node, source in self.residual.items() if not self.features[node]}
-        # A program gives nodes, which have the resolution of its output: it cannot give inputs that are larger.
+        # A program returns nodes with the resolution of its output, so it cannot return larger inputs.
         self.is_raw = self.stride != 1 and any(source < self.inputs for source in read)
         self.level = dict.fromkeys(range(self.inputs), 0)
         self.ready = dict.fromkeys(range(self.inputs), 0 if self.is_raw else 1)
@@ -302,14 +303,14 @@ class _Planner:
             if self.calibrations[node]:
                 first = self.done[node] + 1 if self.features[node] else self.ready[self.residual[node]]
                 known = (self.ready[self.picks[number][0]] for number in self.calibrations[node])
-                # At least 1: a reduction cell's first program reads maps of another size.
+                # At least 1: the first program of a reduction cell reads maps of another size.
                 self.level[node] = self.ready[node] = max(1, first, *known)
             else:
                 if not self.features[node] and node in self.residual:
                     self.done[node] = self.ready[self.residual[node]]
                 self.level[node], self.ready[node] = self.done[node], self.done[node] + 1
         self.num_levels = 1 + max(*self.level.values(), *self.done.values())
-        # Identities that lead to later programs read their source there.
+        # Identities into later programs read their source there.
         read |= {s for s, t, module in self.picks if isinstance(module, nn.Identity) and self.done[t] > self.level[s]}
         self.given = [] if self.is_raw else sorted(source for source in read if source < self.inputs)
 
@@ -343,12 +344,12 @@ class _Planner:
         return len(self.dropped) - 1
 
     def _segment(self, level: int) -> Segment | None:
-        """The program of a level: what leaves its nodes, and what its nodes sum up."""
+        """The program of a level: the outgoing operations of its nodes, and the sums that form its nodes."""
         inside = [(number, *self.picks[number]) for own in self.features.values() for number in own]
         inside = [one for one in inside if is_known(one[3]) and self.level[one[1]] == level]
         finished = [node for node in self.nodes if self.done[node] == level and self._is_sum(node)]
         given = {node: self._given_to(node, level) for node in finished}
-        # What a later program finishes is a node here, too, unless it is an identity.
+        # A sum that a later program finishes is also a node here, unless it is an identity.
         parts = {t for _, _, t, m in inside if self.done[t] > level and not isinstance(m, nn.Identity)}
         sources = range(self.inputs) if level == 0 else sorted({s for _, s, _, _ in inside if self.calibrations[s]})
         reads = list(dict.fromkeys([*map(_node, sources), *(key for keys in given.values() for key in keys)]))
@@ -377,11 +378,11 @@ class _Planner:
         return self._program(level, own, tuple(reads), tuple(writes), rows)
 
     def _is_sum(self, node: int) -> bool:
-        """Whether a program computes it, or what is calibrated there; else a node is calibrated without features."""
+        """Whether a program computes the node or the sum to calibrate; otherwise it is calibrated without features."""
         return bool(self.features[node]) or not self.calibrations[node]
 
     def _given_to(self, node: int, level: int) -> list[Key]:
-        """What the last program of a node's sum reads of it: from lower levels, from modules, from its source."""
+        """The terms that the last program of a node's sum reads: from lower levels, from modules, from its source."""
         if not self.features[node]:
             return [_node(self.residual[node])] if node in self.residual else []
         found: list[Key] = []

@@ -1,11 +1,11 @@
 """The cells of supernets and derived networks: graphs that mix all candidates of a table, or run a genotype's picks.
 
-Both keep their candidate modules in `Edges` under the same names, so weights move from one to the other by name.
-`softcell.spaces.execution` chooses how a cell runs.
+Both keep their candidate modules in `Edges` under the same names, so weights can be transferred by name.
+`softcell.spaces.execution` selects the executor of a cell.
 
 A chain is a table whose choice i leads from node i to node i + 1. Unlike in cells, width and resolution may change from
-node to node. Where a layer keeps both, its candidates include their input (a skip is just that), and drop-path drops
-what they add to it. A layer that changes them is never dropped: it is the only path.
+node to node. If a layer keeps both, its candidates include their input in the output (a skip is only the input), and
+drop-path drops what they add to it. A layer that changes them is never dropped, since it is the only path.
 """
 
 from __future__ import annotations
@@ -56,12 +56,12 @@ from softcell.spaces.execution import Execution, LayerExecution, plan, plan_laye
 class MixedCell(nn.Module):
     """Every candidate of every choice of a table, combined by a mix.
 
-    `spec_of` gives the spec of the candidates of each source; with a `bottleneck` they are that many times narrower;
-    with `partial` they work on the first 1 / `partial` of the channels (`PartialChannels`).
+    `spec_of` returns the spec of the candidates of a source. With a `bottleneck` they are narrower by that factor. With
+    `partial` they process the first 1 / `partial` of the channels (`PartialChannels`).
 
     A node is the sum of its features; calibrating candidates are then applied to that sum and added to it (NOS, Eq 3).
-    `residual` names nodes with one incoming choice whose sum is f + (1 - Σ_f w_f)·x, where x is their source: they keep
-    the share of x that no feature candidate has (NOS, Eq 4-5 as implemented here). Drop-path does not apply to that
+    `residual` lists nodes with one incoming choice whose sum is f + (1 - Σ_f w_f)·x, where x is their source: x gets
+    the weight not assigned to feature candidates (NOS, Eq 4-5 as implemented here). Drop-path does not apply to that
     sum.
 
     Example:
@@ -99,7 +99,7 @@ class MixedCell(nn.Module):
         ]
         self.edges = Edges((pick for _, _, pick in entries), spec_of, share_features=share_features)
         self.combiner = Combiner(table)
-        # One module of each calibrating candidate applies the outputs of all of them.
+        # One module per calibrating candidate applies the outputs of all of its modules.
         calibrations = {
             pick.op: module
             for number, (_, _, pick) in enumerate(entries)
@@ -115,7 +115,7 @@ class MixedCell(nn.Module):
         )
         assert partial == 1 or (bottleneck == 1 and self.block is None), "not defined together"
         self.partial = None if partial == 1 else PartialChannels(partial, wide=wide, narrow=self.spec)
-        self._drop_path: list[DropPath] = []  # a list: the supernet owns it
+        self._drop_path: list[DropPath] = []  # in a list: the supernet owns it
         self._fused_forms = FusedForms(self.live_entries, inputs, max(table.targets) + 1)
         self.node_sums = NodeSumForms(self.live_features, self.spec.channels)
         self.node_outputs = NodeOutputForms(self.live_features, self.spec.channels)
@@ -146,7 +146,7 @@ class MixedCell(nn.Module):
             yield candidate, Entry(node, target, choice * self.table.width + candidate, module, choice)
 
     def fused(self, live: Live | None) -> FusedCell | None:
-        """The fused form of the whole cell for these live candidates; None where it has none."""
+        """The fused form of the whole cell for these live candidates, or None."""
         if self.bottleneck is not None or self.partial is not None or self.block is not None:
             return None
         return self._fused_forms.of(live, self.spec.channels, self.spec.stride)
@@ -164,16 +164,16 @@ class MixedCell(nn.Module):
         return run_by_node(self, states, mix, site, factors, execution)
 
     def has_fused_form(self) -> bool:
-        """Whether the cell, or the outgoing operations of one of its nodes, would run fused where kernels apply."""
+        """Whether the cell, or the outgoing operations of one of its nodes, would run fused if kernels apply."""
         if self.fused(None) is not None:
             return True
         return any(self.node_sums.of(node, None, self.stride_from(node)) for node in self.leaving)
 
     def reached(self, live: Live | None) -> Set[int]:
-        """Nodes that have something to calibrate: input features, or a share of their source.
+        """Nodes with something to calibrate: input features, or a share of their source.
 
-        Calibrations of other nodes are never used, so their weights must get no gradient. Run together with others,
-        they would get zeros.
+        Calibrations of other nodes are never used, so their weights must not receive a gradient. If they ran in a
+        group, they would receive zeros.
         """
         if self.block is None:
             return self._targets
@@ -190,7 +190,7 @@ class PickedCell(nn.Module):
     """The picks of one genotype cell; a node is the plain sum of its inputs.
 
     Calibrating candidates are applied to the sum of a node's input features, and added to it. A node in `residual`
-    without input features calibrates its source itself; its features are never dropped, since it has nothing else.
+    without input features calibrates its source itself; its features are never dropped, since it has no other input.
 
     Example:
         >>> import torch
@@ -225,7 +225,7 @@ class PickedCell(nn.Module):
         self.edges = Edges(cell.picks, spec_of, share_features=share_features)
         present = [pick for index, pick in enumerate(cell.picks) if self.edges.module(index) is not None]
         self._kept = Counter((pick.source, pick.target) for pick in present)
-        self._drop_path = [drop_path]  # in a list: the network owns it, and it must not appear once per cell
+        self._drop_path = [drop_path]  # in a list: the network owns it, and it must not be registered in every cell
         self._nodes = max((*cell.targets, *cell.output), default=inputs - 1) + 1
         self.spec = spec_of(0)
         self._known: dict[bool, DerivedCell | SegmentedCell | None] = {}
@@ -246,14 +246,14 @@ class PickedCell(nn.Module):
         return sum(module is not None and self._drops(pick.target, module) for pick, module in modules)
 
     def _drops(self, node: int, module: nn.Module) -> bool:
-        # An identity stays (DARTS), and a residual node has nothing but its features.
+        # Identities are kept (DARTS), and a residual node has no other input than its features.
         is_kept = isinstance(module, nn.Identity) or node in self._residual
         return isinstance(module, Calibration) or not is_kept
 
     def forward(self, states: Sequence[Tensor], factors: Tensor | None = None) -> list[Tensor]:
         """Values of the input nodes to those of all nodes, each [n, c, h, w].
 
-        factors [num_dropped, n]: of drop-path, drawn before; None: each is drawn when it is needed.
+        factors [num_dropped, n]: of drop-path, drawn in advance; None: each is drawn when needed.
         """
         rows = iter(range(0 if factors is None else len(factors)))
         values = list(states)
@@ -289,18 +289,18 @@ class PickedCell(nn.Module):
         return values
 
     def _bypassed(self, node: int, values: Sequence[Tensor]) -> Tensor | None:
-        """The sum of what bypasses the picks into a node, zero candidates too; None if there are no picks."""
+        """The sum of everything that bypasses the picks of a node, including zero candidates; None without picks."""
         assert self.partial is not None
         sources = [pick.source for _, pick in self._incoming(node)]
         rests = [self.partial.bypass(values[source], self._stride_of[source]) for source in sources]
         return sum_of(rests) if rests else None
 
     def fused(self, preprocess: Sequence[nn.Module], channels: int, stride: int) -> DerivedCell | SegmentedCell | None:
-        """This cell and the modules that preprocess its inputs as one operation, or as some with modules between them.
+        """This cell with its preprocessing modules as one operation, or as several with modules in between.
 
-        None where it runs module by module.
+        None if it runs module by module.
         """
-        # One entry: the picks never change, and `remembered_form` also keeps that there is no fused form.
+        # A single entry: the picks never change, and `remembered_form` also remembers that there is no fused form.
         return remembered_form(self._known, True, lambda: self._plan(preprocess, channels, stride))
 
     def _plan(self, preprocess: Sequence[nn.Module], channels: int, stride: int) -> DerivedCell | SegmentedCell:
@@ -311,7 +311,7 @@ class PickedCell(nn.Module):
         return plan_segments(preprocess, picks, nodes, channels, stride, drop_path, self._residual)
 
     def fused_affine(self) -> AffineCell | None:
-        """This cell of ReLU-convolution-norm picks as one operation; None where its modules run one by one."""
+        """This cell of ReLU-convolution-norm picks as one operation; None if its modules run one by one."""
         return remembered_form(self._known_affine, True, self._plan_affine)
 
     def _plan_affine(self) -> AffineCell:
@@ -321,7 +321,7 @@ class PickedCell(nn.Module):
         return plan_affine(self._fusable(), self.inputs, self._nodes, spec.channels, spec.stride, drop_path)
 
     def _fusable(self) -> list[tuple[int, int, nn.Module]]:
-        """Source, target and module of every pick but zeros; raises `Unfit` where nodes have other inputs, too."""
+        """Source, target and module of every pick except zeros; raises `Unfit` if nodes also have other inputs."""
         if self.bottleneck is not None or self.partial is not None:
             raise Unfit("there is a bottleneck or a bypass between the nodes")
         modules = ((pick, self.edges.module(index)) for index, pick in enumerate(self.cell.picks))
@@ -347,7 +347,7 @@ class MixedChain(MixedCell):
         self._starts = starts
 
     def forward(self, states: Sequence[Tensor], mix: Mix, site: int) -> list[Tensor]:
-        """The value of the first node to those of all nodes."""
+        """Maps the value of the first node to the values of all nodes."""
         live = mix.live(site)
         factors = self._drop_path[0].factors(states[0], len(self.table)) if self._drops() else None
         values = list(states)
@@ -363,7 +363,7 @@ class MixedChain(MixedCell):
         return values
 
     def _mixed(self, layer: int, running: Sequence[int], x: Tensor, mix: Mix, site: int) -> Tensor | None:
-        """The combined outputs of the running candidates of a layer; None: only zeros."""
+        """The combined outputs of the running candidates of a layer; None if there are only zeros."""
         modules = [self.edges.module(self._starts[layer] + k) for k in running]
         again = mix.recomputes(site, layer)
         execution = plan_layer(mix, site, layer, x)
@@ -400,7 +400,7 @@ class PickedChain(PickedCell):
                 assert module is not None  # `check_chain` rejects `none`
                 y = module(x) if y is None else y + module(x)
             assert y is not None
-            # Where nothing is dropped, x + (y - x) would only add a rounding error.
+            # If nothing is dropped, x + (y - x) would only add a rounding error.
             if keeps and self.training and self._drop_path[0].probability > 0:
                 y = x + self._drop_path[0](y - x)
             values.append(y)
@@ -408,7 +408,7 @@ class PickedChain(PickedCell):
 
 
 def check_chain(cell: Cell) -> tuple[tuple[int, ...], ...]:
-    """For every layer the numbers of its picks; `UserError` unless they lead from node to node and none is missing."""
+    """The pick numbers of every layer; raises `UserError` unless picks lead from node to node and none is missing."""
     layers: list[list[int]] = []
     for number, pick in enumerate(cell.picks):
         if pick.source == len(layers):

@@ -1,7 +1,7 @@
 """The heterogeneous space of Neural Operator Search: DARTS's stack of cells with features, attentions and kernels.
 
 Every inner node is a heterogeneous residual block of two tiers (`softcell.spaces.block`). The first tier goes from all
-earlier nodes to a surrogate k', the second from k' to the node k itself. Surrogates have their own numbers: after the
+earlier nodes to a surrogate k', the second from k' to the node k itself. Surrogates are numbered like nodes: after the
 inputs 0 and 1 come 2 = surrogate and 3 = node of the first block, 4 and 5 of the second, and so on. With 4 nodes there
 are 14 + 4 choices of 11 candidates per kind of cell.
 
@@ -52,7 +52,7 @@ class NosSpace(DartsSpace):
     dynamics: tuple[str, ...] = DYNAMICS
     candidates: tuple[str, ...] = field(init=False, default=())
     partial_channels: int = field(init=False, default=1)
-    """Not defined here: calibrating candidates are applied to sums of features."""
+    """Not defined for this space: calibrating candidates are applied to sums of features."""
 
     def __post_init__(self) -> None:
         if not self.features:
@@ -98,7 +98,7 @@ class NosSpace(DartsSpace):
         return Layout(base.space, base.tables, base.sites, rule, settings={"tiers": self.tiers})
 
     def residual(self, output: tuple[int, ...], genotype: Genotype | None = None) -> tuple[int, ...]:
-        """All of them in two tiers: a node calibrates its surrogate."""
+        """All nodes if there are two tiers: a node calibrates its surrogate."""
         tiers = self.tiers if genotype is None else _tiers_of(genotype)
         return output if tiers == 2 else ()
 
@@ -150,7 +150,8 @@ def _tiers_of(genotype: Genotype) -> int:
 def check_tiers(genotype: Genotype) -> None:
     """Raises `UserError` unless edges are those of the genotype's tiers and no node is constant zero.
 
-    In two tiers edges lead from nodes to surrogates and from these to their nodes, in one from any node to a later one.
+    With two tiers, edges lead from nodes to surrogates and from surrogates to their nodes; with one, from any node to a
+    later one.
     """
     tiers = _tiers_of(genotype)
     for name, cell in genotype.cells.items():
@@ -192,7 +193,7 @@ def _check_features(name: str, cell: Cell) -> None:
 
 
 def _check_alive(name: str, cell: Cell, tiers: int) -> None:
-    """Every node that is named gets something: a first tier a feature, a second anything, of a source that is alive."""
+    """Requires an input from a live source for every named node: a feature in tier 1, anything in tier 2."""
     alive = set(range(INPUTS))
     named = {*cell.output, *(number for pick in cell.picks for number in (pick.source, pick.target))}
     for node in sorted(named - alive):

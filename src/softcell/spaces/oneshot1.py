@@ -5,10 +5,10 @@ block chooses an operation and a fixed number of parents among the nodes before 
 all of them. A block sums its parents; the output concatenates its parents. Three stacks of three cells,
 with max-pooling and twice the width between stacks.
 
-Concatenating maps and convolving them with a 1×1 kernel is convolving each with its part of the kernel and adding up:
-the output's edges carry those parts, so that supernet and derived network compute the same, and an absent parent has
-no edge. Deviation: the cell's input is projected once, not once for every block that reads it, and blocks do
-not share the output's width among them; networks are therefore not those of NAS-Bench-101 to the last channel.
+Convolving concatenated maps with a 1×1 kernel equals convolving each map with its part of the kernel and adding the
+results. The edges of the output hold those parts, so that supernet and derived network compute the same function, and
+an absent parent has no edge. Deviation: the cell's input is projected once, not once for every block that reads it, and
+blocks do not divide the output's width among them; channel counts are therefore not exactly those of NAS-Bench-101.
 
 A table has one choice per edge and one per block. Its nodes:
 
@@ -18,8 +18,8 @@ A table has one choice per edge and one per block. Its nodes:
 
 An edge from a node to a block's sum has the candidates `none` and `skip_connect`, one to the output `none` and
 `link_1x1`: whether the node is a parent. The edge from a block's sum to the block has its operations. The edges into a
-node compete (`Table.contests`): as in the authors' code there is one softmax over the parents of a block, and one over
-those of the output. The rule keeps the parents whose edges are strongest.
+node compete (`Table.contests`): as in the authors' code, there is one softmax over the parents of each block and one
+over the parents of the output. The rule keeps the parents whose edges are strongest.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def link_1x1(spec: Spec) -> nn.Module:
 
 @dataclass(frozen=True)
 class Parents(TopInputs):
-    """As many inputs of a node as `per_node` says, one elsewhere; each with its strongest candidate but `none`."""
+    """Keeps `per_node` inputs of a node, one for other nodes; each with its strongest candidate except `none`."""
 
     inputs: int = 1
     per_node: tuple[tuple[int, int], ...] = ()
@@ -82,7 +82,7 @@ class Parents(TopInputs):
         return min(dict(self.per_node).get(target, self.inputs), len(table.incoming(target)))
 
     def complete(self, table: Table, strengths: Tensor, picks: tuple[Pick, ...]) -> tuple[Pick, ...]:
-        """Nodes in `per_node` get that number of parents, whatever rule chose the other picks."""
+        """Nodes in `per_node` get that number of parents, whichever rule chose the other picks."""
         nodes = dict(self.per_node)
         own = [pick for pick in picks if pick.target not in nodes]
         own += [pick for pick in self(table, strengths) if pick.target in nodes]
@@ -166,7 +166,7 @@ class _OneShot1(Space):
 
 
 class Frame(nn.Module):
-    """Everything around the cells: stem, projections of their inputs, norms of their outputs, classifier."""
+    """The parts outside the cells: stem, projections of cell inputs, norms of cell outputs, classifier."""
 
     def __init__(self, space: _OneShot1, shape: Shape, num_classes: int, *, affine: bool) -> None:
         super().__init__()
@@ -175,7 +175,7 @@ class Frame(nn.Module):
         before = [space.channels, *widths[:-1]]
         self.inputs = nn.ModuleList(ConvBNReLU(a, b, 1, affine=affine) for a, b in zip(before, widths, strict=True))
         self.outputs = nn.ModuleList(nn.Sequential(BatchNorm2d(width, affine=affine), nn.ReLU()) for width in widths)
-        # ceil_mode only matters at odd sizes: nothing is cut off
+        # ceil_mode only matters for odd sizes: no pixels are cut off
         self.pool = nn.MaxPool2d(2, 2, ceil_mode=True)
         self.classifier = nn.Linear(widths[-1], num_classes)
 
@@ -233,7 +233,7 @@ class OneShot1Network(Network):
     def features(self, x: Tensor) -> list[Tensor]:
         if not plan_network(x):
             return self._run(x, list(self.cells))
-        # No cell has a fused form: its ReLUs come after norms, where the kernels' come before convolutions.
+        # Cells have no fused form: their ReLUs follow norms, while those of the kernels precede convolutions.
         with fused_pass(self.cells, x) as cells:  # type: ignore[arg-type]
             return self._run(x, cells)
 
@@ -286,8 +286,8 @@ class Counts:
     """The number of architectures in a space, by three rules.
 
     raw: operations of all blocks times parents of all nodes. connected: those without loose ends, in which every block
-    leads to the output. isomorphic: different graphs; loose ends are removed, and blocks that only swapped are counted
-    once.
+    leads to the output. isomorphic: distinct graphs; loose ends are removed, and graphs that differ only in block order
+    are counted once.
     """
 
     raw: int
@@ -318,7 +318,7 @@ def counts(parents: tuple[int, ...]) -> Counts:
 
 
 def _leading(edges: tuple[tuple[int, ...], ...], output: int) -> tuple[int, ...]:
-    """The blocks from which the output is reached; edges[i] are the parents of node i + 1."""
+    """The blocks from which the output is reachable; edges[i] are the parents of node i + 1."""
     reached = {output}
     for node in range(output, 0, -1):
         if node in reached:
@@ -329,9 +329,9 @@ def _leading(edges: tuple[tuple[int, ...], ...], output: int) -> tuple[int, ...]
 def _canonical(
     edges: tuple[tuple[int, ...], ...], ops: tuple[int, ...], kept: tuple[int, ...], labels: dict[object, int]
 ) -> tuple[int, ...]:
-    """A key that isomorphic graphs share: labels of nodes, refined by those of parents and children until stable.
+    """A key shared by isomorphic graphs: node labels, refined by those of parents and children until stable.
 
-    Weisfeiler and Leman's refinement, by which NAS-Bench-101 compares graphs; a test checks it by permutations.
+    This is the Weisfeiler-Leman refinement that NAS-Bench-101 uses to compare graphs; a test checks it by permutations.
     """
     output = len(edges)
     nodes = (0, *kept, output)
