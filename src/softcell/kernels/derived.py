@@ -6,7 +6,8 @@ and are adjacent in one buffer [rows, nodes · c], which is the concatenated out
 preprocessed also have a = 1, b = 0: such a program is one part of a cell, and the other parts ran before.
 
 The convolutions are *stages*: ReLU of a plane, a depthwise k×k convolution (skipped if k = 1), a pointwise convolution.
-The depthwise result is not kept for the backward pass. With the gradient g of a value z and m rows,
+Depthwise results are kept for the gradients of weights where `Blocks.weight_factors` is 1. With the gradient g of a
+value z and m rows,
 
     ∂y = a · (g − Σg / m − ŷ · Σ(g·ŷ) / m),   ŷ = (y − mean) · rstd,   ∂γ = Σ g·ŷ,   ∂β = Σ g
 
