@@ -65,11 +65,11 @@ def test_a_choice_is_explained_in_two_lines_and_survives_its_file() -> None:
 def test_hours_on_a_gpu_change_the_space_and_the_reason_names_measured_accuracies() -> None:
     request = RunRequest("x", time=3 * 3600)
     made = first_choice(images(), request, is_gpu=True, is_resizable=True)
-    assert (made.space, made.method) == ("darts", "snas")
+    assert (made.space, made.method) == ("darts", "drnas")
     reason = explained(made, images(), request).why[1]
     record = json.loads((Path(__file__).parents[3] / "results" / "nb201" / "nb201.json").read_text("utf-8"))
     found = {row["arm"]: row for row in record["summary"] if row["data"] == "cifar10"}
-    for method in ("snas", "darts"):
+    for method in ("drnas", "snas", "darts"):
         assert f"{found[method]['accuracies']['cifar10_test']['mean']:.2f}%" in reason
         assert f"{found[method]['n']} seeds each" in reason
 
