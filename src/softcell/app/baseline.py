@@ -32,7 +32,7 @@ from softcell.settings import MAX_RANDOM, at_most
 from softcell.spaces import Shape, build_space
 from softcell.text import count_of, percent
 
-STRIDE = 1_000_003  # large and odd, so that neighbouring seeds never sample the same architectures
+STRIDE = 1_000_003  # large and odd: neighbouring seeds draw from ranges far apart
 APART = STRIDE // 2
 """Offset of the baselines of a random search, which itself draws from `seed * STRIDE` on."""
 LEVEL = 0.05
