@@ -106,6 +106,11 @@ ERROR_FILE = "SOFTCELL_ERROR_FILE"
 """The variable with which a program that starts a command, such as a sweep, asks for its error as a file."""
 
 
+def exit_code_of(returncode: int) -> int:
+    """The exit code of a child process as shells report it: 128 + n after signal n, which Popen reports as -n."""
+    return 128 - returncode if returncode < 0 else returncode
+
+
 def record_error(text: str) -> None:
     """Writes the error that ends this command to the file that its caller asked for, if it did."""
     if os.environ.get(ERROR_FILE):

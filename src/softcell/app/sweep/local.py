@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 
 from softcell.app.jobs import has_run
-from softcell.app.process import ERROR_FILE, read_error, write_error
+from softcell.app.process import ERROR_FILE, exit_code_of, read_error, write_error
 from softcell.app.sweep.plan import ERROR, LOG, Job, is_finished
 from softcell.app.sweep.shared import SharedProcess, process_settings, runs_on_gpu, trains_shared
 from softcell.engine.lock import LOCK, announce, holder, open_lock, take
@@ -125,8 +125,7 @@ class Work:
         except KeyboardInterrupt:
             self.stop()
             code = self._process.wait()
-        # Popen reports signal n as -n, shells as 128 + n.
-        return 128 - code if code < 0 else code
+        return exit_code_of(code)
 
     def stop(self, now: bool = False) -> None:
         """Asks the current command to save and end; with `now`, kills it."""

@@ -24,7 +24,7 @@ from typing import IO, Any
 
 from softcell.app.baseline import networks_to_train, random_folder
 from softcell.app.jobs import draw_search, draw_training, has_run
-from softcell.app.process import explain_failure, write_error
+from softcell.app.process import exit_code_of, explain_failure, write_error
 from softcell.app.report.page import REPORT, write_report
 from softcell.app.sweep.plan import ERROR, LOG, Job, is_finished
 from softcell.engine import resolve_device
@@ -117,7 +117,7 @@ class SharedProcess:
         if str(folder) in self._codes or not is_gone:
             return self._codes.get(str(folder))
         code = 1 if process is None else process.returncode
-        return (128 - code if code < 0 else code) or 1  # Popen reports signal n as -n, shells as 128 + n
+        return exit_code_of(code) or 1
 
     def stop(self, now: bool) -> None:
         """Asks all runs to save and end; with `now`, kills the process."""
