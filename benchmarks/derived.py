@@ -8,7 +8,7 @@ are compiled first, with one process per core. `--host` needs no GPU: it measure
 launches do nothing.
 
 python -m benchmarks.derived --cold --steps --settings chosen --minutes 5 --out derived.json
-python -m benchmarks.derived --steps --ways --step-settings "rows 27 and 28" --settings
+python -m benchmarks.derived --steps --ways --step-settings "row 26" --settings
 python -m benchmarks.derived --settings chosen "gather rows 64" '{"gather_rows": 128, "gather_warps": 8}'
 """
 
@@ -42,9 +42,11 @@ from softcell.spaces.execution import fused_networks, modules_only
 from studies.runs import write_record
 from tests.reference.published_genotypes import DARTS_V2
 
-EARLIER = {"weight_factors": 0, "lower_tiles": 0, "point_tiles": 0, "input_tiles": 0}
+BEFORE = {"finish_rows": 1024, "lines_together": 1, "gather_registers": 80}
+"""Disables rows 27 and 28 of NOTES.md."""
+EARLIER = {"finish_rows": 1024, "weight_factors": 0, "lower_tiles": 0, "point_tiles": 0, "input_tiles": 0}
 EARLIER |= {"gather_together": 0, "gather_registers": 0, "gather_rows": 64}
-"""Disables rows 22 to 26 of NOTES.md."""
+"""Also disables rows 22 to 26."""
 
 CHANGES: dict[str, dict[str, int]] = {
     "chosen": {},
@@ -59,9 +61,8 @@ CHANGES: dict[str, dict[str, int]] = {
         "activate_lines": 0,
         "splits_block": 256,
     },
-    "rows 27 and 28": {"finish_rows": 4096, "lines_together": 0, "gather_registers": 0},
-    "row 27": {"finish_rows": 4096},
-    "row 28": {"lines_together": 0, "gather_registers": 0},
+    "row 26": BEFORE,
+    "without row 27": {"finish_rows": 1024},
     "memory as before": {"weight_factors": 2},  # depthwise results are recomputed instead of kept
     "one stream": {"beside": 0},  # gradients of weights run before the next gradients of planes, not in parallel
     "stage lines 1, no point tiles": {"point_tiles": 0, "stage_lines": 1},
@@ -345,13 +346,13 @@ def main() -> None:
         triton_kernels("derived_layout").OVERRIDES = {}  # type: ignore[attr-defined]
         keep()
     if given.steps:
-        record["steps"] = measured(cases()["darts"], given.ways, 2 * given.rounds, print)
+        record["steps"] = measured("darts", cases()["darts"], given.ways, 2 * given.rounds, print)
         print_longest(record["steps"][:1])
         keep()
         for name, settings in chosen_changes(given.step_settings).items():
             triton_kernels("derived_layout").OVERRIDES = settings  # type: ignore[attr-defined]
             print(name, json.dumps(settings), flush=True)
-            rows = measured(cases()["darts"], ["fused"], 2 * given.rounds, print)
+            rows = measured("darts", cases()["darts"], ["fused"], 2 * given.rounds, print)
             record["steps"] += [{"setting": name, **row} for row in rows]
             print_longest(rows)
             keep()

@@ -54,7 +54,7 @@ def cases() -> dict[str, Case]:
     }
 
 
-def measured(case: Case, ways: list[str], rounds: int, say: Callable[[str], None]) -> list[dict[str, Any]]:
+def measured(name: str, case: Case, ways: list[str], rounds: int, say: Callable[[str], None]) -> list[dict[str, Any]]:
     """The cost of a step, one row per way."""
     from benchmarks.gpu import forget, made_data, made_training, measure
     from softcell.arch import notation, sample
@@ -76,7 +76,7 @@ def measured(case: Case, ways: list[str], rounds: int, say: Callable[[str], None
             rows.append(row)
             speed = f"{row['images_per_second']:.0f} images/s, {row['ms']:.1f} ms ({row['busy_ms']:.1f} busy)"
             memory = f"{row['kernels']} kernels, {row['peak_gb']:.2f} GB"
-            say(f"{case.space} {way}: {speed}, {memory}, first step {row['first_ms'] / 1e3:.1f} s")
+            say(f"{name} {way}: {speed}, {memory}, first step {row['first_ms'] / 1e3:.1f} s")
             del task
     return rows
 
@@ -105,7 +105,7 @@ def main() -> None:
         return
     found: dict[str, Any] = {}
     for name in options.network or cases():
-        found[name] = measured(cases()[name], options.way or list(WAYS), options.rounds, console.print)
+        found[name] = measured(name, cases()[name], options.way or list(WAYS), options.rounds, console.print)
         if options.out is not None:
             write_record(options.out, "benchmarks.training", threads=threads, rounds=options.rounds, networks=found)
     table = Table("network", "way", "images/s", "× first", "ms", "busy ms", "kernels", "peak GB", "first step, s")

@@ -141,7 +141,7 @@ SETTINGS: list[dict[str, int]] = [
     {"point_tile_programs": 0, "point_side": 16, "stage_rows": 32, "tile_pulled": 0},
     {"stage_lines": 0, "lower_inner": 16, "lower_pulled": 16, "point_depth": 16, "point_side": 16, "flat": 32},
     {**EARLIER, "finish_rows": 2},
-    {"lines_together": 0, "finish_rows": 4096},
+    {"lines_together": 1, "gather_registers": 80, "finish_rows": 1024},
 ]
 
 

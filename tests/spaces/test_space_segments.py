@@ -236,7 +236,11 @@ class TestKernels:
 
     @pytest.mark.parametrize(("stride", "training"), [(1, True), (2, True), (1, False)])
     @pytest.mark.parametrize("name", list(CELLS))
-    def test_kernels_equal_modules_in_float64(self, name: str, stride: int, training: bool) -> None:
+    def test_kernels_equal_modules_in_float64(
+        self, name: str, stride: int, training: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)  # of the modules between the programs
+        monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
         channels, size = (8, (6, 5)) if INTERPRETED else (36, (16, 16))
         cell = Segmented(name, channels, stride=stride).train(training)
         states, factors = inputs_of(cell, 3, size), factors_of(cell, 3) if training else None

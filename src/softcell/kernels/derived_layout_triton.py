@@ -63,17 +63,17 @@ class Blocks:
     depth_programs: int = 1056  # its programs, if there are enough lines: eight per multiprocessor
     gather_rows: int = 32
     gather_warps: int = 4
-    gather_registers: int = 80  # by lines
+    gather_registers: int = 0  # by lines, at most; 0: as many as the compiler takes
     gather_groups: int = 8  # groups of four lines, without strides and with windows of one size; 0: pixel by pixel
     gather_flat: int = 64  # values of a line in a block; fewer than threads, or weights take a detour
     gather_together: bool = True  # terms added to windows are loaded at once for four lines, or for all taps of a pool
-    lines_together: bool = True  # also by lines
+    lines_together: bool = False  # also by lines
     activate_lines: bool = True  # line by line
     flat_lines: int = 32  # lines per program of elementwise kernels, and values of each
     flat: int = 64
     sums_elements: int = 1024
     add_elements: int = 2048
-    finish_rows: int = 1024  # partial sums of norm gradients that a program loads at a time
+    finish_rows: int = 4096  # partial sums of norm gradients that a program loads at a time
     splits_block: int = 32  # values whose partial sums a program adds, 2,048 at a time
     beside: bool = True  # gradients of weights on a second stream, in parallel with those of planes
 
