@@ -270,8 +270,13 @@ class _ReluCodes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         output = func(*args, **(kwargs or {}))
         # ReLU6 is dispatched as hardtanh.
         if func in (torch.ops.aten.relu.default, torch.ops.aten.hardtanh.default):
-            code = (output > 0).flatten(1).to(torch.float64)
-            self.kernel += (code @ code.T + (1 - code) @ (1 - code).T).cpu()
+            code = (output > 0).flatten(1)
+            code = code.to(torch.float32 if code.shape[1] < 2**22 else torch.float64)  # where every count is exact
+            with torch.autocast(output.device.type, enabled=False):
+                active, both = code.sum(1), code @ code.T
+            # The ReLUs in which a and b are both inactive: all without a's and b's active ones, plus the common ones.
+            inactive = code.shape[1] - active[:, None] - active[None, :] + both
+            self.kernel += (both + inactive).double().cpu()
         return output
 
 
