@@ -5,9 +5,9 @@ order unless an arm says otherwise); methods keep their own settings. Recipes an
 look-up, except those in `ON_REQUEST`. `random` trains individual cells and keeps the best on the validation half;
 every other arm is compared with the result of `random` after the same number of seconds. `random cell`, the best of 10
 and of 100 random cells and `optimum` come from the table. GPU memory is that of one search, even if several share the
-GPU; its seconds are then divided by the number of concurrent searches. Kendall's tau per edge compares indicators with
-the table: the method's own, that of a selection by perturbation, with --indicators perturbation and discretisation on
-every trained supernet, and with --proxies Zero-Cost-PT on untrained ones.
+GPU; the seconds of an epoch are then divided by the number of searches that shared the GPU in it. Kendall's tau per
+edge compares indicators with the table: the method's own, that of a selection by perturbation, with --indicators
+perturbation and discretisation on every trained supernet, and with --proxies Zero-Cost-PT on untrained ones.
 
 Every finished search is one file, OUT/rows/ARM-DATA-SEED.json, so that several commands and machines can fill the table
 together. Stop a command at any time (or with --minutes); the same command resumes.
@@ -51,6 +51,7 @@ from studies.runs import (
     epochs_of,
     finished,
     run_searches,
+    sharing_of,
     spread,
     without_folders,
     write_record,
@@ -155,13 +156,14 @@ def row_of(
     """The results of a finished search, with everything the table needs once its folder is gone.
 
     Args:
-        at_once: how many searches shared the device.
+        at_once: how many searches shared the device, if the folder has no record of it.
         memory: peak in bytes.
     """
     folder = options.runs / label(arm, seed, options)
     manifest = RunFolder.open(folder).manifest
     (found,) = bench201.bench_runs(table, [folder])
     epochs = epochs_of(folder)
+    shared_by = sharing_of(folder, len(epochs))
     row = {
         "date": manifest["finished"],
         "arm": arm,
@@ -169,7 +171,8 @@ def row_of(
         **bench201.to_dict(found),
         "seconds": manifest["results"]["seconds"],
         "seconds_by_epoch": list(accumulate(epoch["seconds"] for epoch in epochs)),
-        "at_once": at_once,
+        "at_once": max(shared_by) if shared_by else at_once,
+        "at_once_by_epoch": shared_by,
         "memory": memory,
         "perturbation": _removals(manifest["results"].get("perturbation")),
         "supernet": {key: epochs[-1].get(key) for key in ("train_accuracy", "val_accuracy")} if epochs else {},
@@ -179,9 +182,20 @@ def row_of(
 
 
 def device_seconds(row: Mapping[str, Any], epoch: int | None = None) -> float:
-    """A search's share of the device's time, whole or up to the end of an epoch: seconds / searches at once."""
-    seconds = row["seconds"] if epoch is None else row["seconds_by_epoch"][epoch]
-    return float(seconds) / int(row["at_once"])
+    """A search's share of the device's time, whole or up to the end of an epoch.
+
+    The seconds of an epoch are divided by the number of searches that shared the device in it. Rows of earlier versions
+    have one number for all epochs.
+    """
+    shared_by = row.get("at_once_by_epoch")
+    if not shared_by:
+        seconds = row["seconds"] if epoch is None else row["seconds_by_epoch"][epoch]
+        return float(seconds) / int(row["at_once"])
+    ends = [0.0, *row["seconds_by_epoch"]]
+    shares = [(end - start) / count for start, end, count in zip(ends, ends[1:], shared_by, strict=False)]
+    if epoch is not None:
+        return float(sum(shares[: epoch + 1]))
+    return float(sum(shares) + (row["seconds"] - ends[-1]) / shared_by[-1])  # deriving a cell follows the last epoch
 
 
 def _removals(selection: Mapping[str, Any] | None) -> list[list[float]] | None:
@@ -350,7 +364,7 @@ def main(arguments: list[str] | None = None) -> None:
     shared_by = min(at_once, max(len(jobs), 1)) + options.others
     peaks: dict[Path, PeakMemory] = {}
     try:
-        run_searches(jobs, deadline, options.device, at_once, peaks)
+        run_searches(jobs, deadline, options.device, at_once, peaks, options.others)
     finally:  # keep finished searches, no matter what stops the others
         for pair in left:
             folder = options.runs / label(*pair, options)

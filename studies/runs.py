@@ -8,8 +8,8 @@ import signal
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -32,7 +32,7 @@ from softcell.errors import UserError
 from softcell.evaluate import TrainRecipe, stored_training
 from softcell.evaluate import resolve as resolve_training
 from softcell.evaluate.train import train_steps
-from softcell.files import atomic_write_text
+from softcell.files import atomic_write_text, read_json
 from softcell.search import SearchRecipe, stored_recipe
 from softcell.search.run import search_steps
 from softcell.spaces.base import evaluation_space
@@ -93,22 +93,68 @@ def run_searches(
     device: str,
     at_once: int | None = None,
     peaks: dict[Path, PeakMemory] | None = None,
+    others: int = 0,
 ) -> None:
     """Runs or resumes all unfinished searches until they are finished or the time is up.
 
-    peaks: receives the GPU memory of each search by its folder; on a CPU it stays empty.
+    peaks: receives the GPU memory of each search by its folder; on a CPU it stays empty. others: runs of other commands
+    on the same device.
     """
     for recipe, folder in jobs:
         matching_recipe(recipe, folder)  # all before the first, so that runs without time left are also checked
     where = resolve_device(device)
     starts: list[Callable[[], Running[Any]]] = []
+    sharing = Sharing(others)
     for recipe, folder in jobs:
-        start = partial(search_or_resume, recipe, folder, deadline)
+        start = partial(search_or_resume, recipe, folder, deadline, sharing)
         if peaks is not None and where.type == "cuda":
             peaks[folder] = PeakMemory(partial(_allocated_on, where))
             start = partial(in_turns, start, peaks[folder])
         starts.append(start)
     run_interleaved(starts, device, at_once)
+
+
+SHARING = "sharing.json"
+"""In the folder of a run: the number of runs on its device by epoch, itself included."""
+
+
+class Sharing:
+    """Counts the runs that share a device, and records the number in the folder of each run after every epoch.
+
+    The number changes as runs start and end, and a resumed run may have other neighbours than before.
+    """
+
+    def __init__(self, others: int = 0) -> None:
+        """others: runs that are not counted here, because other commands started them."""
+        self._active = others
+
+    @contextmanager
+    def run(self, folder: Path, on_event: OnEvent) -> Iterator[OnEvent]:
+        """Within this context the run in `folder` is one of those that are counted; it reports to the result."""
+
+        def record(event: Event) -> None:
+            if isinstance(event, EpochEnded):
+                counts = _sharing(folder) | {str(event.epoch): self._active}
+                atomic_write_text(folder / SHARING, json.dumps(counts) + "\n")
+            on_event(event)
+
+        self._active += 1
+        try:
+            yield record
+        finally:
+            self._active -= 1
+
+
+def sharing_of(folder: Path, num_epochs: int) -> list[int] | None:
+    """The number of runs on the device by epoch; None unless it was recorded for all of `num_epochs` epochs."""
+    counts = _sharing(folder)
+    epochs = [str(epoch) for epoch in range(num_epochs)]
+    return [counts[epoch] for epoch in epochs] if epochs and counts.keys() >= set(epochs) else None
+
+
+def _sharing(folder: Path) -> dict[str, int]:
+    file = folder / SHARING
+    return dict(read_json(file)) if file.is_file() else {}
 
 
 class PeakMemory:
@@ -193,11 +239,14 @@ def matching_recipe(recipe: SearchRecipe, folder: Path) -> SearchRecipe:
     return stored_recipe(folder, {k: v for k, v in recipe.to_dict().items() if k != "threads"})
 
 
-def search_or_resume(recipe: SearchRecipe, folder: Path, deadline: Deadline) -> Running[None]:
+def search_or_resume(
+    recipe: SearchRecipe, folder: Path, deadline: Deadline, sharing: Sharing | None = None
+) -> Running[None]:
     """Runs or resumes a search."""
     begun, recipe = (folder / "run.json").is_file(), matching_recipe(recipe, folder)
     if not finished(folder) and not deadline.passed:
-        yield from search_steps(recipe, folder, resume=begun, on_event=deadline.watching(folder.name))
+        with (sharing or Sharing()).run(folder, deadline.watching(folder.name)) as on_event:
+            yield from search_steps(recipe, folder, resume=begun, on_event=on_event)
 
 
 def search_and_train(

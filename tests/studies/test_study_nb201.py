@@ -12,10 +12,11 @@ import torch
 
 from softcell.arch import notation
 from softcell.engine.interleave import Running, Steps, interleave
+from softcell.engine.task import EpochEnded, Event, Note
 from softcell.errors import UserError
 from softcell.spaces import build_space
 from studies import nb201
-from studies.runs import PeakMemory, in_turns
+from studies.runs import PeakMemory, Sharing, in_turns, sharing_of
 from tests.helpers.bench_tables import write_made
 from tests.helpers.search_toys import write_data
 
@@ -78,7 +79,8 @@ def test_a_table_grows_by_several_commands(
         return found
 
     nb201.main([*given, "--arms", "darts", "--seeds", "0", "--others", "2"])
-    assert json.loads((tmp_path / "out/rows/darts-data-0.json").read_text("utf-8"))["at_once"] == 3
+    row = json.loads((tmp_path / "out/rows/darts-data-0.json").read_text("utf-8"))
+    assert (row["at_once"], row["at_once_by_epoch"]) == (3, [3, 3]), "with two of other commands"
     nb201.main([*given, "--arms", "gdas", "--seeds", "0", "--minutes", "0"])
     assert [row["arm"] for row in record()["summary"]] == ["darts"]
     assert "not measured: gdas-data-0" in capsys.readouterr().out
@@ -191,3 +193,29 @@ def test_cpu_and_gpu_times_are_not_on_one_axis() -> None:
     ]
     assert [row["arm"] for row in nb201.on_one_device(rows, "cifar10")] == ["darts"]
     assert [row["arm"] for row in nb201.on_one_device(rows, "digits")] == ["snas"]
+
+
+def test_device_seconds_divide_each_epoch_by_the_searches_in_it(tmp_path: Path) -> None:
+    """A search of three epochs is joined by another in its second one, which then resumes with other neighbours."""
+    row = {"seconds": 65.0, "seconds_by_epoch": [10.0, 30.0, 60.0], "at_once": 4, "at_once_by_epoch": [1, 2, 4]}
+    assert [nb201.device_seconds(row, epoch) for epoch in range(3)] == [10.0, 20.0, 27.5]
+    assert nb201.device_seconds(row) == 27.5 + 5.0 / 4
+    assert nb201.device_seconds({**row, "at_once_by_epoch": None}) == 65.0 / 4
+    first, second = tmp_path / "first", tmp_path / "second"
+    heard: list[Event] = []
+    for folder in (first, second):
+        folder.mkdir()
+    sharing = Sharing(others=1)
+    with sharing.run(first, heard.append) as on_first:
+        on_first(EpochEnded(0, {}))
+        with sharing.run(second, heard.append) as on_second:
+            on_first(EpochEnded(1, {}))
+            on_second(EpochEnded(0, {}))
+        on_first(Note("no epoch"))
+    assert (sharing_of(first, 2), sharing_of(first, 3), sharing_of(second, 1)) == ([2, 3], None, [3])
+    assert len(heard) == 4
+    with Sharing().run(first, heard.append) as on_first:
+        on_first(EpochEnded(1, {}))  # the epoch was repeated after an interruption
+        on_first(EpochEnded(2, {}))
+    assert sharing_of(first, 3) == [2, 1, 1]
+    assert sharing_of(tmp_path / "gone", 1) is None
