@@ -9,12 +9,13 @@ import pytest
 import torch
 from torch import nn
 
-from softcell.arch import Genotype, count
+from softcell.arch import Genotype, count, notation
 from softcell.arch.evolve import Evolution, evolve
 from softcell.errors import UserError
 from softcell.methods.parts import naswot, score_untrained, synflow
 from softcell.methods.zerocost import ZeroCost, ZeroCostSettings
 from softcell.spaces import build_space
+from softcell.spaces.execution import literal_modules
 
 LAYOUT = build_space("nb201").layout()
 SETTINGS = ZeroCostSettings(generations=5, population=6, parents=3)
@@ -88,6 +89,32 @@ def test_naswot_counts_agreeing_relus_one_by_one() -> None:
     units = torch.cat([hidden, second(hidden.clamp(min=0))], 1) > 0
     kernel = [[sum(a == b for a, b in zip(r, s, strict=True)) for s in units.tolist()] for r in units.tolist()]
     assert found == pytest.approx(math.log(abs(torch.tensor(kernel, dtype=torch.float64).det().item())))
+
+
+@pytest.mark.parametrize(
+    ("cell", "convolutions"),
+    [
+        ("|nor_conv_1x1~0|+|nor_conv_3x3~0|nor_conv_1x1~1|+|nor_conv_3x3~0|skip_connect~1|none~2|", 4),
+        ("|nor_conv_1x1~0|+|none~0|none~1|+|avg_pool_3x3~0|none~1|nor_conv_3x3~2|", 2),  # a node without an input
+    ],
+)
+def test_naswot_counts_the_relu_of_every_module(cell: str, convolutions: int) -> None:
+    """Modules that read the same node share its ReLU, but the score counts it once for each of them."""
+    torch.manual_seed(0)
+    space = build_space("nb201", {"cells_per_stage": 2, "channels": 3})
+    network, x = space.network(notation.parse(cell), (3, 8, 8), 10).double().train(), torch.randn(5, 3, 8, 8).double()
+    shared = network(x)
+    codes: list[torch.Tensor] = []
+    for module in network.modules():
+        if isinstance(module, nn.ReLU):
+            module.register_forward_hook(lambda module, given, out: codes.append((out > 0).flatten(1).double()))
+    found = naswot(network, x)
+    # A cell has one ReLU per convolution; each of two reductions has two, and the end of the network one.
+    assert len(codes) == 6 * convolutions + 2 * 2 + 1
+    kernel = sum(code @ code.T + (1 - code) @ (1 - code).T for code in codes)
+    assert found == pytest.approx(float(torch.linalg.slogdet(kernel).logabsdet))
+    with literal_modules():
+        assert torch.equal(network(x), shared)
 
 
 def test_naswot_of_equal_images_is_minus_infinity() -> None:

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from softcell.arch import Layout, Mix, Plan, count
+from softcell.spaces.execution import literal_modules
 
 
 class Pass(NamedTuple):
@@ -282,9 +283,13 @@ class _ReluCodes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @torch.no_grad()
 def naswot(forward: Callable[[Tensor], Any], images: Tensor) -> float:
-    """log |det K| over a batch of images [n, c, h, w]; -inf if no ReLU distinguishes two images."""
+    """log |det K| over a batch of images [n, c, h, w]; -inf if no ReLU distinguishes two images.
+
+    As in the released code, every module counts its own ReLUs, even if others read the same map. log |det K| grows with
+    the number of ReLUs; counted once per map, cells of one and of six convolutions could have almost the same score.
+    """
     codes = _ReluCodes(images.shape[0])
-    with codes:
+    with literal_modules(), codes:
         forward(images)
     return float(torch.linalg.slogdet(codes.kernel).logabsdet)
 

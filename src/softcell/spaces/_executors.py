@@ -24,7 +24,7 @@ from softcell.nn.stack_calibrations import run_calibrations
 from softcell.spaces._fused_plan import Entry, FusedCell, Norms, plan, plan_apart, remembered_form
 from softcell.spaces.block import watched
 from softcell.spaces.edges import Bottleneck, NodeInputs, PartialChannels, node_value
-from softcell.spaces.execution import Execution, is_modules_only, plan_modules
+from softcell.spaces.execution import Execution, is_modules_only, plan_modules, shares_activations
 
 if TYPE_CHECKING:
     from softcell.spaces.cell import MixedCell
@@ -189,7 +189,7 @@ class NodeExecutor:
             self._x, self._narrowing = self._narrowing.reduce_source(self._node, self._x), None
 
     def _run(self, module: nn.Module, again: bool) -> Tensor:
-        starts = isinstance(module, ReLUFirst | FactorisedReduction)
+        starts = shares_activations() and isinstance(module, ReLUFirst | FactorisedReduction)
         inputs = (self._x, self._activate()) if starts else (self._x,)
         return recomputed(module, *inputs) if again else module(*inputs)
 

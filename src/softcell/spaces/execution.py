@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from softcell.spaces.cell import MixedCell
 
 _MODULES_ONLY: ContextVar[bool] = ContextVar("modules_only", default=False)
+_LITERAL: ContextVar[bool] = ContextVar("literal_modules", default=False)
 _NETWORKS: ContextVar[bool] = ContextVar("fused_networks", default=False)
 
 
@@ -134,6 +135,25 @@ def modules_only() -> Iterator[None]:
         yield
     finally:
         _MODULES_ONLY.reset(token)
+
+
+def shares_activations() -> bool:
+    """Whether modules that start with ReLU and read the same node share it; not within `literal_modules`."""
+    return not _LITERAL.get()
+
+
+@contextmanager
+def literal_modules() -> Iterator[None]:
+    """`modules_only` without shared work: every module also applies its own ReLU, for scores that count ReLUs.
+
+    The outputs are the same. Otherwise the ReLU of a node is computed once for all modules that read the node.
+    """
+    token = _LITERAL.set(True)
+    try:
+        with modules_only():
+            yield
+    finally:
+        _LITERAL.reset(token)
 
 
 @contextmanager
