@@ -75,23 +75,27 @@ papers' numbers with their own recipes; the other columns are ours.
 """
 
 PROTOCOL = """\
-**Protocol**, fixed before the first look-up. All methods use the supernet, data split, batch size, weight optimiser and
-length (50 epochs) of IT-NAS's recipe, and keep their own settings otherwise. Nothing is tuned on the
-table. Nothing is claimed about methods with fewer than {goal} seeds; their numbers are listed for information only.
-Random search, evolution and zero-cost search have no supernet: they train or score individual cells. *Random, same
-time* is the result of random search after the same number of seconds. *Best of N random cells* is exact and comes from
-the table: N cells, each trained for 200 epochs, of which the best by CIFAR-10 validation accuracy is kept. The time to
-train them is not counted. *Tau* is Kendall's tau between a method's indicator and the accuracies of the cells,
-averaged over edges and seeds. The last rows, starting with *GDAS with the released code's gradient*, were added after
-the first look-up, to find out why some methods miss their published means: they follow the authors' code instead of
-the common recipe, or change one part of IT-NAS. The pages of [GDAS](papers/gdas.md#evidence),
-[β-DARTS](papers/beta-darts.md#evidence), [PC-DARTS](papers/pc-darts.md#evidence) and
-[IT-NAS](papers/it-nas.md#with-fixed-values) explain what each row tests. EnTranNAS-DST has no row: it may keep several
-operations on an edge, and the table has accuracies only for cells with one. Zero-cost search was timed on a CPU shared
-with other programs: on CIFAR-100, seeds 1 and 2 took 13 to 25 times as long as the others. Seed 2 of SNAS, DrNAS and
-*GDAS with the released code's gradient* shared the GPU with three slower searches in another process, which had
-finished 34 of 50 epochs by then and were stopped; they have no rows. Dividing the device time equally underestimates
-these three by about 20 %.
+**Protocol**, fixed before the first look-up. All methods use the supernet, data split, batch size, weight optimiser
+and length (50 epochs) of IT-NAS's recipe, and keep their own settings otherwise. Nothing is tuned on the table.
+Nothing is claimed about methods with fewer than {goal} seeds; their numbers are listed for information only. Random
+search, evolution and zero-cost search have no supernet: they train or score individual cells. *Random, same time* is
+the result of random search after the same number of device seconds, in which it trains the number of cells in
+parentheses, each for 10 epochs; ≥ means that random search ended earlier. It trains cells module by module; with
+fused kernels, which [train these networks twice as fast](learn.md#speed), it would see about twice as many. *Best of
+N random cells* is exact and comes from the table: N cells, each trained for 200 epochs, of which the best by CIFAR-10
+validation accuracy is kept. The time to train them is not counted. *Tau* is Kendall's tau between a method's
+indicator and the accuracies of the cells, averaged over edges and seeds. The last rows, starting with *GDAS with the
+released code's gradient*, were added after the first look-up, to find out why some methods miss their published
+means: they follow the authors' code instead of the common recipe, or change one part of IT-NAS. The pages of
+[GDAS](papers/gdas.md#evidence), [β-DARTS](papers/beta-darts.md#evidence), [PC-DARTS](papers/pc-darts.md#evidence) and
+[IT-NAS](papers/it-nas.md#with-fixed-values) explain what each row tests. EnTranNAS-DST has no row: it may keep
+several operations on an edge, and the table has accuracies only for cells with one. Zero-cost search was timed on a
+CPU shared with other programs: on CIFAR-100, seeds 1 and 2 took 13 to 25 times as long as the others. Seed 2 of SNAS,
+DrNAS and *GDAS with the released code's gradient* shared the GPU with three slower searches in another process, which
+had finished 34 of 50 epochs by then and were stopped; they have no rows. Dividing the device time equally
+underestimates these three by about 20 %. Searches of 2026-11-19 have the number of searches on the GPU for every
+epoch. Three of random search and seed 3 of GDAS were stopped by a time limit in their last epoch and resumed within a
+minute.
 """
 
 ENDING = """## Earlier searches
@@ -125,7 +129,7 @@ def row(arm: str, found: Mapping[str, Any] | None, data: str) -> list[str]:
         *(_spread(found["accuracies"][column]) for column in COLUMNS),
         f"{found['seconds']['mean']:.0f}",
         "–" if found["memory"] is None else f"{found['memory']['mean'] / 2**30:.1f}",
-        "–" if arm in SEPARATE else NOT_MEASURED if random is None else _spread(random),
+        "–" if arm in SEPARATE else NOT_MEASURED if random is None else _same_time(random),
         "–" if found["tau"] is None else f"{found['tau']:+.2f}",
         paper,
     ]
@@ -133,6 +137,12 @@ def row(arm: str, found: Mapping[str, Any] | None, data: str) -> list[str]:
 
 def _spread(figure: Mapping[str, Any]) -> str:
     return shown(figure["mean"], figure["std"])
+
+
+def _same_time(random: Mapping[str, Any]) -> str:
+    """The result of random search after the same time, and how many cells it trained."""
+    sign = "≥ " if random["is_shorter"] else ""
+    return f"{sign}{_spread(random)} ({random['cells']:.0f})"
 
 
 def table(record: Mapping[str, Any], data: str) -> str:
@@ -171,6 +181,9 @@ def summary(record: Mapping[str, Any]) -> str:
         published = PUBLISHED.get(own["arm"])
         paper = "–" if published is None else shown(*published)
         rows.append([LABELS[own["arm"]], str(own["n"]), _spread(own["accuracies"]["cifar10_test"]), paper])
+    for own in (one for one in found[:1] if one["random"] is not None):
+        name = f"random search in the time of {LABELS[own['arm']]}"
+        rows.append([name, str(own["random"]["n"]), _spread(own["random"]), ""])
     rows += [[name, "", shown(*own["cifar10_test"]), ""] for name, own in random_rows(record)]
     return markdown(["NAS-Bench-201, one recipe for all", "seeds", "CIFAR-10 test, %", "published"], rows)
 
@@ -194,8 +207,24 @@ def reading(record: Mapping[str, Any]) -> str:
     lines.append(f"- no better than a random cell: {_listed(means, -math.inf, upper)}")
     return (
         f"**Summary.** Methods with {GOAL} seeds or more, by their mean CIFAR-10 test accuracy. The time to train the "
-        "random cells is not counted.\n\n" + "\n".join(lines)
+        "random cells is not counted.\n\n" + "\n".join([*lines, *_against_random_search(own)])
     )
+
+
+def _against_random_search(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The methods that are better than random search after the same device seconds, and the others."""
+    timed = [one for one in rows if one["random"] is not None]
+    better, others = [], []
+    for one in sorted(timed, key=lambda one: -one["accuracies"]["cifar10_test"]["mean"]):
+        mean, random = one["accuracies"]["cifar10_test"]["mean"], one["random"]["mean"]
+        (better if mean > random else others).append(f"{LABELS[one['arm']]} ({mean:.2f} against {random:.2f})")
+    if not timed:
+        return []
+    seeds = max(one["random"]["n"] for one in timed)
+    return [
+        f"- better than random search in the same device time ({seeds} seeds): {'; '.join(better) or 'none'}",
+        f"- no better than that: {'; '.join(others) or 'none'}",
+    ]
 
 
 def _the(name: str) -> str:

@@ -22,9 +22,13 @@ def test_the_table_in_the_readme_matches_the_records() -> None:
     readme = nb201_page.README.read_text(encoding="utf-8")
     assert readme == nb201_page.with_summary(readme, record), "records changed: run `python -m scripts.nb201_page`"
     rows = re.findall(r"^\| (.+?) \| (\d+) \| ([\d.]+)", readme, re.MULTILINE)
-    assert {name for name, *_ in rows} <= set(nb201_page.LABELS.values())
-    means = [float(mean) for *_, mean in rows]
+    *methods, (name, seeds, mean) = rows
+    assert {name for name, *_ in methods} <= set(nb201_page.LABELS.values())
+    means = [float(mean) for *_, mean in methods]
     assert len(means) > 5 and means == sorted(means, reverse=True)
+    assert name == f"random search in the time of {methods[0][0]}"
+    (first,) = (one for one in record["summary"] if nb201_page.LABELS[one["arm"]] == methods[0][0])
+    assert (seeds, mean) == (str(first["random"]["n"]), f"{first['random']['mean']:.2f}")
 
 
 def test_every_method_has_a_row_and_every_search_a_line() -> None:
@@ -46,6 +50,7 @@ def test_the_reading_compares_all_methods_with_enough_seeds_with_random_cells() 
     rows = [json.loads(file.read_text()) for file in (nb201_page.RESULTS / "rows").glob("*-cifar10-*.json")]
     page = nb201_page.PAGE.read_text(encoding="utf-8")
     lines = re.findall(r"^- (.+?): (.+)$", page.split("**Summary.**")[1].split("## ")[0], re.MULTILINE)
+    *lines, better, others = lines
     limits = [float(value) for head, _ in lines for value in re.findall(r"([\d.]+)%", head)]
     assert limits == sorted(limits, reverse=True) and len(limits) == 3 == len(lines) - 1
     assert limits[-1] == round(record["random"]["cifar10_test"][0], 2)
@@ -54,3 +59,12 @@ def test_the_reading_compares_all_methods_with_enough_seeds_with_random_cells() 
         number = sum(sum(found) / max(len(found), 1) <= limit for limit in limits)
         places = [i for i, (_, methods) in enumerate(lines) if f"{nb201_page.LABELS[arm]} (" in methods]
         assert places == ([number] if len(found) >= nb201_page.GOAL else [])
+        timed = [name for name, methods in (better, others) if f"{nb201_page.LABELS[arm]} (" in methods]
+        random = next(
+            (one["random"] for one in record["summary"] if (one["arm"], one["data"]) == (arm, "cifar10")), None
+        )
+        if len(found) < nb201_page.GOAL or random is None:
+            assert not timed
+        else:
+            is_better = sum(found) / len(found) > random["mean"]
+            assert timed == [(better if is_better else others)[0]]
