@@ -29,6 +29,15 @@ from softcell.spaces import _executors, _fused_plan, block, execution
 CASES = [
     Case("nos", {}, (3, 32, 32), 2, "nos"),
     Case("nb201", {}, (3, 32, 32), 2, "itnas", {"recompute": False}, "single-level"),
+    Case(
+        "nb201",
+        {},
+        (3, 32, 32),
+        2,
+        "itnas",
+        {"recompute": False, "tokens": "flat", "token_norm": False},
+        "single-level",
+    ),
     Case("nb201", {}, (3, 32, 32), 2),
     Case("darts", {}, (3, 32, 32), 2),
     Case("fullattention", {}, (3, 32, 32), 2, "fullattention"),
@@ -97,8 +106,17 @@ class _Indicator:
     """Stand-in for the indicator token kernels: counts their launches and computes with the twin."""
 
     def __init__(self, counter: _Counter) -> None:
-        self.forward = counter.as_kernel("indicate", 1, self._forward)
-        self.backward = counter.as_kernel("indicate_gradient", 5, self._backward)  # three kernels, a sum, a conversion
+        self._counter = counter
+
+    def forward(self, x: Tensor, laid: indicator.Laid, form: indicator.Form, keeps: bool) -> tuple[Tensor, ...]:
+        launches = 2 if form.is_flat(x) else 1  # a product for whole maps
+        found: tuple[Tensor, ...] = self._counter.as_kernel("indicate", launches, self._forward)(x, laid, form, keeps)
+        return found
+
+    def backward(self, x: Tensor, laid: indicator.Laid, form: indicator.Form, *more: Any) -> Any:
+        # Three kernels, a sum, a conversion; for whole maps one more kernel and two products.
+        launches = 8 if form.is_flat(x) else 5
+        return self._counter.as_kernel("indicate_gradient", launches, self._backward)(x, laid, form, *more)
 
     def _forward(self, x: Tensor, laid: indicator.Laid, form: indicator.Form, keeps: bool) -> tuple[Tensor, ...]:
         out, attention = indicator.indicate_reference(x, laid, form)

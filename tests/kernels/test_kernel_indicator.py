@@ -26,6 +26,9 @@ CASES = [
     (2, 1, 2, 17, (4, 4), 64, 16, (4, 4)),
     (2, 3, 0, 2, (16, 16), 32, 8, (4, 4)),
 ]
+# Tokens that are whole maps: without a norm the kernels need no positions, with one the plain form runs.
+FLAT = [(3, 4, 1, 3, (8, 8), 16, 4, (8, 8)), (1, 5, 0, 2, (6, 10), 5, 1, (6, 10)), (2, 1, 2, 17, (4, 8), 8, 2, (4, 8))]
+FLAT_LARGE = [(3, 4, 1, 64, (32, 32), 16, 4, (32, 32)), (3, 4, 1, 64, (8, 8), 64, 16, (8, 8))]
 # As in NAS-Bench-201: all edges of a node at the paper's batch size, a map of bfloat16 as large as fits.
 LARGE = [(3, 4, 1, 64, (8, 8), 64, 16, (4, 4)), (3, 4, 1, 64, (16, 16), 32, 8, (4, 4))]
 LARGEST = (3, 4, 1, 64, (32, 32), 16, 4, (4, 4))
@@ -95,16 +98,16 @@ def relative_error(found: Tensor, true: Tensor, scale: float | None = None) -> f
     return float(away / (true.detach().norm() if scale is None else scale))
 
 
-PAIRS = [(case, torch.float32) for case in CASES]
+PAIRS = [(case, torch.float32) for case in (*CASES, *FLAT)]
 if not INTERPRETED:  # it has no bfloat16, and would take minutes for large maps
-    PAIRS += [(case, torch.float32) for case in LARGE]
-    PAIRS += [(case, torch.bfloat16) for case in (*CASES, *LARGE, LARGEST)]
+    PAIRS += [(case, torch.float32) for case in (*LARGE, FLAT_LARGE[1])]
+    PAIRS += [(case, torch.bfloat16) for case in (*CASES, *FLAT, *LARGE, *FLAT_LARGE, LARGEST)]
+RUNS = [(*pair, norm) for pair in PAIRS for norm in (True, False) if not (norm and pair[0] in (*FLAT, *FLAT_LARGE))]
 
 
-@pytest.mark.parametrize(("case", "dtype"), PAIRS, ids=str)
+@pytest.mark.parametrize(("case", "dtype", "token_norm"), RUNS, ids=str)
 @pytest.mark.parametrize("row", [True, False])
-@pytest.mark.parametrize("token_norm", [True, False])
-def test_outputs_and_gradients_match_the_twin(case: Sizes, dtype: torch.dtype, row: bool, token_norm: bool) -> None:
+def test_outputs_and_gradients_match_the_twin(case: Sizes, dtype: torch.dtype, token_norm: bool, row: bool) -> None:
     # In bfloat16 the sign of a value near the kink of a ReLU is a matter of rounding: there are none.
     x, laid, form = made(case, decided=dtype == torch.bfloat16, token_norm=token_norm)
     x, laid = (
@@ -175,6 +178,9 @@ def test_maps_that_are_too_large_or_cut_unevenly_go_the_plain_way() -> None:
     assert not fits(torch.zeros(1, 1, 8, 8, 16, device=DEVICE, dtype=torch.float64), form)
     for side in (8, 16):
         assert not fits(torch.zeros(1, 1, 16, 16, 16, device=DEVICE), Form((side, side), 1e-5, 1e-5))
+    whole = torch.zeros(1, 1, 8, 16, 16, device=DEVICE)
+    assert not fits(whole, Form((8, 16), 1e-5, 1e-5)), "whole maps with a norm"
+    assert fits(whole, Form((8, 16), None, 1e-5)) and not fits(whole, Form((8, 8), None, 1e-5))
     wide = torch.zeros(1, 1, 16, 8, 64, device=DEVICE, dtype=torch.bfloat16)  # two warps would not hold it
     assert not fits(wide, form)
     assert fits(wide[:, :, :8].contiguous(), form)
@@ -182,12 +188,12 @@ def test_maps_that_are_too_large_or_cut_unevenly_go_the_plain_way() -> None:
 
 @pytest.mark.parametrize("again", [False, True], ids=["plain", "with create_graph"])
 @pytest.mark.parametrize("zeros", [(), (0,), (1, 3)])
-@pytest.mark.parametrize("token_norm", [True, False])
+@pytest.mark.parametrize(("token_norm", "pool"), [(True, 4), (False, 4), (False, None)])
 def test_an_ensemble_on_the_kernels_matches_separate_runs(
-    zeros: tuple[int, ...], again: bool, token_norm: bool
+    zeros: tuple[int, ...], again: bool, token_norm: bool, pool: int | None
 ) -> None:
     torch.manual_seed(0)
-    modules = [LiteTransformer((4, 8, 8), 5, width=8, token_norm=token_norm).to(DEVICE) for _ in range(3)]
+    modules = [LiteTransformer((4, 8, 8), 5, width=8, token_norm=token_norm, pool=pool).to(DEVICE) for _ in range(3)]
     with torch.no_grad():
         for parameter in (p for module in modules for p in module.parameters()):
             parameter.add_(0.3 * torch.randn_like(parameter))

@@ -6,6 +6,9 @@
 In plain PyTorch this takes about twenty operations forward and fifty backward, most of them over whole maps. The Triton
 kernels hold an image of an edge in registers: one launch forward and three backward. The backward pass keeps the maps,
 the attention, and Y and the output before scale and shift. `indicate_reference` is the plain twin of `indicate`.
+
+Where tokens are whole maps without a norm (`Form.is_flat`), the position adds asked·p_k to a logit, whatever the image:
+the kernels then need no positions and no pooling, and a fourth launch sums the gradient of `asked`.
 """
 
 from __future__ import annotations
@@ -22,7 +25,10 @@ from softcell.kernels.mix import product
 LARGEST = 2**15
 """Maximum bytes of a map, its sides rounded up to powers of two, that fit the registers of one program."""
 TOKENS = 16
-"""Maximum number of positions of a summary: products that pool more need more shared memory than any GPU has."""
+"""Maximum number of positions of a summary: products that pool more need more shared memory than any GPU has.
+
+Whole maps without a norm (`Form.is_flat`) are not pooled.
+"""
 
 
 class Laid(NamedTuple):
@@ -64,6 +70,10 @@ class Form(NamedTuple):
     token_eps: float | None
     map_eps: float
 
+    def is_flat(self, x: Tensor) -> bool:
+        """Whether the tokens of maps [g·m, n, h, w, c] are the maps themselves, without a norm."""
+        return self.token_eps is None and self.sides == tuple(x.shape[2:4])
+
 
 def indicate(x: Tensor, laid: Laid, form: Form) -> tuple[Tensor, Tensor]:
     """Maps [g·m, n, h, w, c], m per edge, to outputs [g, n, h, w, c] and attention [g, n, 1 + m + zeros]."""
@@ -77,7 +87,7 @@ def indicate(x: Tensor, laid: Laid, form: Form) -> tuple[Tensor, Tensor]:
 def fits(x: Tensor, form: Form) -> bool:
     """Whether the Triton kernels support these maps on this device: summary windows divide the map, and a map fits."""
     (_, _, h, w, c), (rows, columns) = x.shape, form.sides
-    if not runs_triton(x) or h % rows or w % columns or rows * columns > TOKENS:
+    if not runs_triton(x) or h % rows or w % columns or (rows * columns > TOKENS and not form.is_flat(x)):
         return False
     places, channels, size = padded(h * w), padded(c), x.element_size()
     bytes_of_map = places * channels * size

@@ -1,6 +1,9 @@
 # mypy: ignore-errors
 """Triton kernels of `indicator`: a program holds one image of one edge, [PB positions, CB channels], in registers.
 
+FLAT: tokens are whole maps without a norm. `asked` is then a map too, and `positions` holds one number per map,
+shift + asked·p_k.
+
 Sums are accumulated in float32. What edges share (weights, positions) gets a row of gradients per image, which are
 added up outside in a fixed order, so that results repeat bit for bit.
 """
@@ -71,7 +74,7 @@ def _forward(
     out_ptr, attention_ptr, inside_ptr, normed_ptr, scales_ptr, samples, token_eps, map_eps,
     M: tl.constexpr, Z: tl.constexpr, H: tl.constexpr, W: tl.constexpr, R: tl.constexpr, Q: tl.constexpr,
     C: tl.constexpr, INNER: tl.constexpr, PB: tl.constexpr, CB: tl.constexpr, TB: tl.constexpr, IB: tl.constexpr,
-    MB: tl.constexpr, ZB: tl.constexpr, NORM: tl.constexpr, KEEPS: tl.constexpr,
+    MB: tl.constexpr, ZB: tl.constexpr, NORM: tl.constexpr, FLAT: tl.constexpr, KEEPS: tl.constexpr,
 ):  # fmt: skip
     P: tl.constexpr = H * W
     T: tl.constexpr = R * Q
@@ -86,16 +89,21 @@ def _forward(
     maps = x_ptr + ((g * M * samples + number % samples).to(tl.int64) * (P * C))
     step = samples.to(tl.int64) * (P * C)
 
-    windows = _windows(PB, TB, H, W, R, Q)
     asked = tl.load(asked_ptr + g * (T * C) + spot, mask=here, other=0.0)
-    shift = tl.load(shift_ptr + g)
     k_map, k_zero = tl.arange(0, MB), tl.arange(0, ZB)
     logits = tl.full((MB,), float("-inf"), dtype=tl.float32)
-    for k in range(M):
-        x = tl.load(maps + k * step + at, mask=ok, other=0.0)
-        position = tl.load(positions_ptr + (g * M + k) * (T * C) + spot, mask=here, other=0.0)
-        token, _ = _token(x, windows, position, here, token_eps, R * Q / (H * W), T * C, NORM)
-        logits = tl.where(k_map == k, _total(token * asked) + shift, logits)
+    if FLAT:
+        for k in range(M):
+            x = tl.load(maps + k * step + at, mask=ok, other=0.0).to(tl.float32)
+            logits = tl.where(k_map == k, _total(x * asked) + tl.load(positions_ptr + g * M + k), logits)
+    else:
+        windows = _windows(PB, TB, H, W, R, Q)
+        shift = tl.load(shift_ptr + g)
+        for k in range(M):
+            x = tl.load(maps + k * step + at, mask=ok, other=0.0)
+            position = tl.load(positions_ptr + (g * M + k) * (T * C) + spot, mask=here, other=0.0)
+            token, _ = _token(x, windows, position, here, token_eps, R * Q / (H * W), T * C, NORM)
+            logits = tl.where(k_map == k, _total(token * asked) + shift, logits)
     itself = tl.load(itself_ptr + g)
     zeros = tl.load(zeros_ptr + g * Z + k_zero, mask=k_zero < Z, other=float("-inf"))
     largest = tl.maximum(tl.maximum(itself, tl.max(logits, 0)), tl.max(zeros, 0))
@@ -206,11 +214,12 @@ def _backward_tokens(
     samples, width, token_eps,
     M: tl.constexpr, Z: tl.constexpr, H: tl.constexpr, W: tl.constexpr, R: tl.constexpr, Q: tl.constexpr,
     C: tl.constexpr, INNER: tl.constexpr, PB: tl.constexpr, CB: tl.constexpr, TB: tl.constexpr,
-    MB: tl.constexpr, ZB: tl.constexpr, NORM: tl.constexpr, HAS_TOWARDS: tl.constexpr,
+    MB: tl.constexpr, ZB: tl.constexpr, NORM: tl.constexpr, FLAT: tl.constexpr, HAS_TOWARDS: tl.constexpr,
 ):  # fmt: skip
     """Propagates the gradient of T back to the maps, through their sum, the attention and the summaries."""
     P: tl.constexpr = H * W
     T: tl.constexpr = R * Q
+    D: tl.constexpr = 0 if FLAT else T * C  # numbers of `asked` in a row of gradients
     number = tl.program_id(0)
     g = number // samples
     p, c, t = tl.arange(0, PB), tl.arange(0, CB), tl.arange(0, TB)
@@ -250,30 +259,55 @@ def _backward_tokens(
         on_zeros += tl.load(own + 1 + M + k_zero, mask=k_zero < Z, other=0.0)
     mean = to_itself * on_itself + tl.sum(to_maps * on_maps, 0) + tl.sum(to_zeros * on_zeros, 0)
     slopes = to_maps * (on_maps - mean)  # of the logits
-    tl.store(row + T * C, to_itself * (on_itself - mean))
-    tl.store(row + T * C + 1 + k_map, slopes, mask=k_map < M)
-    tl.store(row + T * C + 1 + M + k_zero, to_zeros * (on_zeros - mean), mask=k_zero < Z)
+    tl.store(row + D, to_itself * (on_itself - mean))
+    tl.store(row + D + 1 + k_map, slopes, mask=k_map < M)
+    tl.store(row + D + 1 + M + k_zero, to_zeros * (on_zeros - mean), mask=k_zero < Z)
 
-    windows = _windows(PB, TB, H, W, R, Q)
     asked = tl.load(asked_ptr + g * (T * C) + spot, mask=here, other=0.0)
-    dasked = tl.zeros((TB, CB), dtype=tl.float32)
-    positions = row + T * C + 1 + M + Z
+    if FLAT:
+        for k in range(M):
+            dx = _one_of(slopes, k, MB) * asked + _one_of(to_maps, k, MB) * pull
+            tl.store(dx_ptr + first + k * step + at, dx.to(kind), mask=ok)
+    else:
+        windows = _windows(PB, TB, H, W, R, Q)
+        dasked = tl.zeros((TB, CB), dtype=tl.float32)
+        positions = row + T * C + 1 + M + Z
+        for k in range(M):
+            x = tl.load(x_ptr + first + k * step + at, mask=ok, other=0.0)
+            position = tl.load(positions_ptr + (g * M + k) * (T * C) + spot, mask=here, other=0.0)
+            token, rstd = _token(x, windows, position, here, token_eps, R * Q / (H * W), T * C, NORM)
+            slope = _one_of(slopes, k, MB)
+            dasked += slope * token
+            dtoken = slope * asked
+            if NORM:
+                dtoken = rstd * (dtoken - _total(dtoken) / (T * C) - token * (_total(dtoken * token) / (T * C)))
+            dtoken = tl.where(here, dtoken, 0.0)
+            tl.store(positions + k * (T * C) + spot, dtoken, mask=here)
+            spread = (dtoken * (R * Q / (H * W))).to(kind)
+            dx = _dot(tl.trans(windows.to(tl.float32).to(kind)), spread)
+            dx += _one_of(to_maps, k, MB) * pull
+            tl.store(dx_ptr + first + k * step + at, dx.to(kind), mask=ok)
+        tl.store(row + spot, dasked, mask=here)
+
+
+@triton.jit(do_not_specialize=["samples", "size", "width", "offset"])
+def _backward_asked(
+    x_ptr, rows_ptr, asked_ptr, samples, size, width, offset, M: tl.constexpr, BLOCK: tl.constexpr,
+    SAMPLES: tl.constexpr,
+):  # fmt: skip
+    """The gradient of `asked` where tokens are whole maps: the maps weighted by the slopes of their logits, summed."""
+    g = tl.program_id(1)
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros((SAMPLES, BLOCK), dtype=tl.float32)
     for k in range(M):
-        x = tl.load(x_ptr + first + k * step + at, mask=ok, other=0.0)
-        position = tl.load(positions_ptr + (g * M + k) * (T * C) + spot, mask=here, other=0.0)
-        token, rstd = _token(x, windows, position, here, token_eps, R * Q / (H * W), T * C, NORM)
-        slope = _one_of(slopes, k, MB)
-        dasked += slope * token
-        dtoken = slope * asked
-        if NORM:
-            dtoken = rstd * (dtoken - _total(dtoken) / (T * C) - token * (_total(dtoken * token) / (T * C)))
-        dtoken = tl.where(here, dtoken, 0.0)
-        tl.store(positions + k * (T * C) + spot, dtoken, mask=here)
-        spread = (dtoken * (R * Q / (H * W))).to(kind)
-        dx = _dot(tl.trans(windows.to(tl.float32).to(kind)), spread)
-        dx += _one_of(to_maps, k, MB) * pull
-        tl.store(dx_ptr + first + k * step + at, dx.to(kind), mask=ok)
-    tl.store(row + spot, dasked, mask=here)
+        for start in range(0, samples, SAMPLES):
+            n = start + tl.arange(0, SAMPLES)
+            n_ok = n < samples
+            slope = tl.load(rows_ptr + (g * samples + n).to(tl.int64) * width + offset + k, mask=n_ok, other=0.0)
+            row = ((g * M + k) * samples + n).to(tl.int64) * size
+            x = tl.load(x_ptr + row[:, None] + at[None, :], mask=n_ok[:, None] & (at < size)[None, :], other=0.0)
+            total += slope[:, None] * x.to(tl.float32)
+    tl.store(asked_ptr + g * size + at, tl.sum(total, 0), mask=at < size)
 
 
 @triton.jit(do_not_specialize=["samples", "size", "tokens"])
@@ -306,7 +340,7 @@ def _sizes(x, laid, form):
     blocks = {"PB": padded(h * w), "CB": padded(c)}
     tokens = {
         **{"M": m, "Z": z, "H": h, "W": w, "R": rows, "Q": columns, "TB": padded(rows * columns)},
-        **{"MB": padded(m, 1), "ZB": padded(z, 1), "NORM": form.token_eps is not None},
+        **{"MB": padded(m, 1), "ZB": padded(z, 1), "NORM": form.token_eps is not None, "FLAT": form.is_flat(x)},
     }
     # Two warps keep Triton from using Hopper's `wgmma`, which gave wrong results or an illegal address for rows of 128
     # bytes (64 channels in bfloat16; Triton 3.6, one H200). Narrower rows and float32 are correct with it, and faster.
@@ -321,8 +355,10 @@ def forward(x, laid, form, keeps):
     """
     (_, n, h, w, c), g = x.shape, len(laid.positions)
     common, tokens, inner, warps = _sizes(x, laid, form)
+    if tokens["FLAT"]:
+        laid = laid._replace(positions=torch.baddbmm(laid.shift, laid.positions, laid.asked))
     out = x.new_empty(g, n, h, w, c)
-    attention = laid.positions.new_empty(g, n, 1 + tokens["M"] + tokens["Z"])
+    attention = laid.asked.new_empty(g, n, 1 + tokens["M"] + tokens["Z"])
     kept = [x.new_empty(out.shape if keeps else 0) for _ in range(2)]
     scales = attention.new_empty((2, g, n) if keeps else 0)
     _forward[(g * n,)](
@@ -336,8 +372,9 @@ def backward(x, laid, form, attention, inside, normed, scales, dy, towards):
     """The gradients of the maps and of all stacked parameters; `towards` [g, n, tokens]: the attention's, or None."""
     (_, n, h, w, c), (g, m, d) = x.shape, laid.positions.shape
     common, tokens, more, warps = _sizes(x, laid, form)
-    inner, count = common["INNER"], attention.shape[2]
-    widths = [c, c, c, c, c, inner, c * inner, inner * c, c * c, d, count, m * d]
+    inner, count, is_flat = common["INNER"], attention.shape[2], tokens["FLAT"]
+    own_token, own_positions = (0, 0) if is_flat else (d, m * d)
+    widths = [c, c, c, c, c, inner, c * inner, inner * c, c * c, own_token, count, own_positions]
     rows = attention.new_empty(g, n, sum(widths))
     dt, dx = torch.empty_like(inside), torch.empty_like(x)
     _backward_map[(g * n,)](
@@ -355,6 +392,14 @@ def backward(x, laid, form, attention, inside, normed, scales, dy, towards):
     )
     exact = rows.sum(1)
     asked, logits, positions = torch.split(exact, widths, 1)[-3:]
+    if is_flat:
+        asked = torch.empty_like(laid.asked)
+        _backward_asked[(triton.cdiv(d, BLOCK), g)](
+            x, rows, asked, n, d, sum(widths), sum(widths[:-2]) + 1, M=m, BLOCK=BLOCK, SAMPLES=SAMPLES
+        )
+        slopes = logits[:, 1 : 1 + m, None]  # of asked·p_k
+        asked = torch.baddbmm(asked, laid.positions.transpose(1, 2), slopes)
+        positions = torch.bmm(slopes, laid.asked.transpose(1, 2))
     scale1, shift1, scale2, shift2, widen_bias, narrow_bias, narrow, widen, value, *_ = torch.split(
         exact.to(x.dtype), widths, 1
     )
