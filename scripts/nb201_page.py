@@ -53,6 +53,7 @@ LABELS = {
     "darts-partial-100": "DARTS with partial channels, 100 epochs (DrNAS's code)",
     "itnas-fixed-values": "IT-NAS, W_v fixed, no feed-forward network",
     "itnas-flat": "IT-NAS, whole maps as tokens, without the norm",
+    "itnas-shared": "IT-NAS, one Lite-Transformer per edge and shape",
 }
 COLUMNS = {
     "cifar10_valid": "CIFAR-10 valid",

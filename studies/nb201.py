@@ -90,6 +90,7 @@ ARMS: dict[str, dict[str, Any]] = {
     "darts-partial-100": {"method": "darts", "epochs": 100, "space_settings": {"partial_channels": 4}},
     "itnas-fixed-values": {"method": "itnas", "method_settings": {"learned_values": False, "feed_forward": False}},
     "itnas-flat": {"method": "itnas", "method_settings": {"tokens": "flat", "token_norm": False}},
+    "itnas-shared": {"method": "itnas", "method_settings": {"shared": True}},
 }
 """The settings of each arm; the method has the name of the arm unless it is given."""
 
@@ -102,7 +103,7 @@ and its 250 epochs, β-DARTS's 100 epochs (λ grows half as fast), PC-DARTS's ba
 edge normalisation of DrNAS's repository, the one public form of PC-DARTS for this space.
 """
 
-READINGS = ("itnas-fixed-values", "itnas-flat")
+READINGS = ("itnas-fixed-values", "itnas-flat", "itnas-shared")
 """Arms that test why IT-NAS is below its published mean; each has its prediction on IT-NAS's page."""
 
 ON_REQUEST = (*AUTHORS, *READINGS)

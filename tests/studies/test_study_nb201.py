@@ -60,6 +60,7 @@ def test_arms_of_authors_recipes_differ_in_what_they_name_and_run_on_request(tab
     for arm, changed in (
         ("itnas-fixed-values", {"learned_values", "feed_forward"}),
         ("itnas-flat", {"tokens", "token_norm"}),
+        ("itnas-shared", {"shared"}),
     ):
         own = nb201.recipe_of(arm, 0, options).method_settings
         assert {key for key in own if own[key] != common[key]} == changed
