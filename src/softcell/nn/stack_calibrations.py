@@ -6,7 +6,7 @@ node launch little more than one of them does. Maps are read as rows [n·h·w, c
     channel attentions                one mean, one product to all hidden channels, one batched product back
     spatial attentions and kernels    one product to all hidden channels, one norm
     spatial attentions                one grouped convolution
-    dynamic kernels                   one kernel of ours where it fits (`softcell.kernels.dynamic`); else one product to
+    dynamic kernels                   one kernel of ours where it fits (`kernels.calibrate`); else one product to
                                       all scores and one softmax over h·w, whatever their sizes; one product of all
                                       hidden channels with all scores, although a module needs only its own block:
                                       arithmetic is cheaper than launches; the rest once per size
@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from softcell.kernels.backend import is_wanted
-from softcell.kernels.dynamic import dynamic_kernels, fits
+from softcell.kernels.calibrate import dynamic_kernels, fits
 from softcell.nn.calibrate import ChannelAttention, DynamicKernel, SpatialAttention
 from softcell.nn.norm import BatchNorm2d
 from softcell.nn.stack import flat, grouped, has_hooks, norm_key, normalise
