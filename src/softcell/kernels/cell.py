@@ -30,8 +30,8 @@ from softcell.kernels.norm import (
     weighted,
 )
 from softcell.kernels.pool import NONE, Leaving, Pool, average_pool, gather_gradient, pool
+from softcell.kernels.schedule import alongside, uses_second_stream
 from softcell.kernels.shared import SharedRows
-from softcell.kernels.streams import alongside, uses_second_stream
 from softcell.kernels.taps import (
     Group,
     apply_group,

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from softcell.kernels.settings import current
+from softcell.kernels.backend import current_settings
 
 
 @triton.jit
@@ -34,6 +34,6 @@ def _has_dependent_launch():
 
 def launching():
     """Additional launch arguments of a kernel that calls `await_previous`."""
-    if current().early_launch and _has_dependent_launch():
+    if current_settings().early_launch and _has_dependent_launch():
         return {"EARLY": True, "launch_pdl": True}
     return {"EARLY": False}
