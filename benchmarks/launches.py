@@ -23,7 +23,8 @@ from benchmarks.steps import Case, batch, step, step_state
 from benchmarks.traffic import is_view
 from softcell.kernels import calibrate, indicator, local, mix
 from softcell.kernels import cell as kernels
-from softcell.nn import attention, stack_calibrations
+from softcell.nn import attention
+from softcell.nn import calibrate as calibrations
 from softcell.spaces import _executors, _fused_plan, block, execution
 
 CASES = [
@@ -181,7 +182,7 @@ def as_on_a_gpu(counter: _Counter, *, together: bool) -> Iterator[None]:
         stack.enter_context(patch.object(local, "triton_kernels", lambda family: _Local(counter)))
         stack.enter_context(patch.object(indicator, "fits", lambda x, form: True))
         stack.enter_context(patch.object(indicator, "triton_kernels", lambda family: _Indicator(counter)))
-        for module in (calibrate, stack_calibrations):
+        for module in (calibrate, calibrations):
             stack.enter_context(patch.object(module, "fits", lambda x, compressed, taps: together))
         stack.enter_context(patch.object(calibrate, "runs_triton", lambda x: together))
         stack.enter_context(patch.object(calibrate, "triton_kernels", lambda family: _Calibrate(counter)))

@@ -16,11 +16,10 @@ from torch import Tensor, nn
 
 from softcell.arch import Live, Mix, WeightMix
 from softcell.kernels.norm import scaled
-from softcell.nn.calibrate import Calibration
+from softcell.nn.calibrate import Calibration, run_calibrations
 from softcell.nn.conv import FactorisedReduction, ReLUFirst
 from softcell.nn.norm import recomputed
 from softcell.nn.stack import grouped, run_stacked, stack_key
-from softcell.nn.stack_calibrations import run_calibrations
 from softcell.spaces._fused_plan import Entry, FusedCell, Norms, plan, plan_apart, remembered_form
 from softcell.spaces.block import watched
 from softcell.spaces.edges import Bottleneck, NodeInputs, PartialChannels, node_value

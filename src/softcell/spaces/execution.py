@@ -23,8 +23,8 @@ from torch import Tensor
 
 from softcell.arch import Mix, WeightMix
 from softcell.kernels.backend import has_triton
+from softcell.nn.calibrate import grouping_calibrations_pays
 from softcell.nn.stack import grouping_blocks_pays, stacking_pays
-from softcell.nn.stack_calibrations import grouping_calibrations_pays
 
 if TYPE_CHECKING:
     from softcell.spaces.cell import MixedCell
