@@ -198,12 +198,12 @@ def chained(cells: list[MixedCell], states: list[Tensor], weights: Tensor) -> li
 @COMPILES
 def test_a_kernel_that_starts_early_waits_for_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every kernel of a cell that has the attribute of an early launch, and none without the setting."""
-    from softcell.kernels import launch_triton
+    from softcell.kernels import taps_triton
     from softcell.kernels.warm_up import Compilation, compile_one, dry_launches
 
     take_for_gpu(monkeypatch)
     monkeypatch.setattr(execution, "compute_type", lambda x: x.dtype)
-    launch_triton._has_dependent_launch.cache_clear()
+    taps_triton._has_dependent_launch.cache_clear()
     for early in (True, False):
         jobs: list[Compilation] = []
         with cell_settings(early_launch=early), dry_launches(jobs.append):
@@ -216,4 +216,4 @@ def test_a_kernel_that_starts_early_waits_for_the_one_before(monkeypatch: pytest
         if early:
             code = compile_one(next(job for job in jobs if job.name == "_combine_finish"), HOPPER).asm["ptx"]
             assert code.index("griddepcontrol.wait") < code.index("ld.global")
-    launch_triton._has_dependent_launch.cache_clear()
+    taps_triton._has_dependent_launch.cache_clear()

@@ -5,8 +5,8 @@ import triton
 import triton.language as tl
 
 from softcell.kernels.backend import current_settings, table
-from softcell.kernels.launch_triton import await_previous, launching
 from softcell.kernels.taps import TILE
+from softcell.kernels.taps_triton import await_previous, launching
 
 UNROLL = 4
 
