@@ -21,9 +21,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.steps import Case, batch, step, step_state
 from benchmarks.traffic import is_view
-from softcell.kernels import calibrate, dynamic, indicator, local, mix
+from softcell.kernels import calibrate, indicator, local, mix
 from softcell.kernels import cell as kernels
-from softcell.nn import attention, stack_calibrations
+from softcell.nn import attention
+from softcell.nn import calibrate as calibrations
 from softcell.spaces import _executors, _fused_plan, block, execution
 
 CASES = [
@@ -141,16 +142,19 @@ class _Indicator:
 
 
 class _Calibrate:
-    """Stand-in for the kernels that apply calibrations: counts their launches and computes with the twin."""
+    """Stand-in for the kernels that make and apply calibrations: counts their launches and computes with the twins."""
 
     def __init__(self, counter: _Counter) -> None:
-        self.forward = counter.as_kernel("calibrate", 1, self._forward)
-        self.backward = counter.as_kernel("calibrate_gradient", 2, self._backward)
+        self.calibrate = counter.as_kernel("calibrate", 1, self._calibrate)
+        self.calibrate_gradient = counter.as_kernel("calibrate_gradient", 2, self._calibrate_gradient)
+        self.dynamic_kernels = counter.as_kernel("dynamic_kernels", 1, self._dynamic_kernels)
+        self._of_maps = counter.as_kernel("dynamic_kernels_gradient", 1, self._gradients)
+        self._of_weights = counter.as_kernel("dynamic_kernels_gradient", 5, self._gradients)  # two sums, conversions
 
-    def _forward(self, rows: Tensor, *more: Any) -> Tensor:
+    def _calibrate(self, rows: Tensor, *more: Any) -> Tensor:
         return calibrate.calibrate_reference(rows.permute(0, 3, 1, 2), *more).permute(0, 2, 3, 1)
 
-    def _backward(
+    def _calibrate_gradient(
         self,
         rows: Tensor,
         channel: Tensor | None,
@@ -167,28 +171,18 @@ class _Calibrate:
         dx, ds, dk = torch.autograd.grad(y, (own, seen, taps), gradient.permute(0, 3, 1, 2))
         return dx.contiguous(), ds.flatten(1), dk.permute(0, 2, 3, 1).flatten(1, 2).contiguous()
 
-
-class _Dynamic:
-    """Stand-in for the kernels that compute dynamic kernels: counts their launches and computes with the twin."""
-
-    def __init__(self, counter: _Counter) -> None:
-        self.forward = counter.as_kernel("dynamic_kernels", 1, self._forward)
-        self.backward = self._backward
-        self._of_maps = counter.as_kernel("dynamic_kernels_gradient", 1, self._gradients)
-        self._of_weights = counter.as_kernel("dynamic_kernels_gradient", 5, self._gradients)  # two sums, conversions
-
-    def _forward(self, *given: Any) -> tuple[Tensor, Tensor, Tensor]:
-        made = dynamic.dynamic_kernels_reference(*given)
+    def _dynamic_kernels(self, *given: Any) -> tuple[Tensor, Tensor, Tensor]:
+        made = calibrate.dynamic_kernels_reference(*given)
         return made, made, made
 
-    def _backward(self, *given: Any) -> tuple[Tensor | None, ...]:
+    def dynamic_kernels_gradient(self, *given: Any) -> tuple[Tensor | None, ...]:
         found = (self._of_weights if given[-1] else self._of_maps)(*given)
         return found if given[-1] else (*found[:2], None, None)
 
     def _gradients(self, *given: Any) -> tuple[Tensor, ...]:
         x, compressed, score, decode = own = [one.detach().requires_grad_() for one in given[:4]]
         with torch.enable_grad():
-            y = dynamic.dynamic_kernels_reference(x, compressed, score, decode, given[4])
+            y = calibrate.dynamic_kernels_reference(x, compressed, score, decode, given[4])
         return torch.autograd.grad(y, own, given[8])
 
 
@@ -206,9 +200,8 @@ def as_on_a_gpu(counter: _Counter, *, together: bool) -> Iterator[None]:
         stack.enter_context(patch.object(local, "triton_kernels", lambda family: _Local(counter)))
         stack.enter_context(patch.object(indicator, "fits", lambda x, form: True))
         stack.enter_context(patch.object(indicator, "triton_kernels", lambda family: _Indicator(counter)))
-        for module in (dynamic, stack_calibrations):
+        for module in (calibrate, calibrations):
             stack.enter_context(patch.object(module, "fits", lambda x, compressed, taps: together))
-        stack.enter_context(patch.object(dynamic, "triton_kernels", lambda family: _Dynamic(counter)))
         stack.enter_context(patch.object(calibrate, "runs_triton", lambda x: together))
         stack.enter_context(patch.object(calibrate, "triton_kernels", lambda family: _Calibrate(counter)))
         for module in (_executors, block):

@@ -1,7 +1,8 @@
 """`python -m benchmarks.supernet`: alternating captured search steps with different settings of fused cells.
 
-One search for each setting (`softcell.kernels.settings`), all in one process and from one seed, in bfloat16 with a
-batch of 64 at the paper's size. Their steps alternate, so that ratios do not depend on other load on the machine.
+One search for each setting (`CellSettings` in `softcell.kernels.backend`), all in one process and from one seed, in
+bfloat16 with a batch of 64 at the paper's size. Their steps alternate, so that ratios do not depend on other load on
+the machine.
 `difference` is the relative distance of the weights from those of the first setting after a few steps. "chosen, again"
 shows the noise between two runs of one setting. `--rounding`, which runs on a CPU, shows how much bfloat16 steps
 diverge if normalised values change as little as a different summation order changes them.
@@ -31,8 +32,7 @@ from rich.table import Table
 from torch import Tensor
 
 from benchmarks.steps import PAPER, Case
-from softcell.kernels.backend import triton_kernels
-from softcell.kernels.settings import cell_settings, chosen
+from softcell.kernels.backend import cell_settings, default_settings, triton_kernels
 from softcell.kernels.warm_up import SWITCH, warm_up_by_run
 from softcell.search.dry_pass import without_effects
 from softcell.search.task import SearchTask
@@ -253,7 +253,7 @@ def main(arguments: list[str] | None = None) -> None:
 
     def write() -> None:
         if given.out is not None:  # after each part, so that an interrupted run keeps its measurements
-            write_record(given.out, "benchmarks.supernet", chosen=str(chosen), rows=rows, together=shared)
+            write_record(given.out, "benchmarks.supernet", chosen=str(default_settings), rows=rows, together=shared)
 
     opened = open_session(device="cuda", seed=0, precision="float32", deterministic=False, threads=0)
     with opened as session, made_data() as data:

@@ -23,11 +23,11 @@ from benchmarks.launches import _Counter, as_on_a_gpu
 from benchmarks.training import Case, cases
 from softcell.arch import notation, sample
 from softcell.evaluate import resolve
-from softcell.kernels import dynamic
+from softcell.kernels import calibrate
 from softcell.kernels.backend import triton_kernels
 from softcell.kernels.derived import Derived, Form, derived_cell_reference, derived_nodes_reference
 from softcell.kernels.shared import shares_norms
-from softcell.nn import stack_calibrations
+from softcell.nn import calibrate as calibrations
 from softcell.spaces import Network, _derived_plan, build_space
 from softcell.spaces.execution import fused_networks, modules_only
 
@@ -98,9 +98,9 @@ def _programs(counter: _Counter) -> Iterator[None]:
 def _as_fused(counter: _Counter) -> Iterator[None]:
     def fits(x: Tensor, compressed: Tensor, taps: tuple[int, ...]) -> bool:
         widest = max(x.shape[2], compressed.shape[2] // len(taps))
-        return widest <= dynamic.LARGEST and max(taps) <= dynamic.TAPS
+        return widest <= calibrate.LARGEST and max(taps) <= calibrate.TAPS
 
-    sizes = patch.object(dynamic, "fits", fits), patch.object(stack_calibrations, "fits", fits)
+    sizes = patch.object(calibrate, "fits", fits), patch.object(calibrations, "fits", fits)
     with as_on_a_gpu(counter, together=True), _programs(counter), fused_networks(), sizes[0], sizes[1]:
         yield
 

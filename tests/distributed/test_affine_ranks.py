@@ -12,9 +12,10 @@ from softcell.engine.distributed import World
 from softcell.spaces import execution
 from softcell.spaces.execution import is_modules_only, modules_only
 from tests.helpers.engine_launch import on_ranks, results, start_ranks
+from tests.helpers.fused_ranks import SIZE, part_of
 from tests.helpers.kernel_runs import MARKS
-from tests.helpers.picked_cells import CELLS, inputs_of, outcome, picked, require_close
-from tests.helpers.picked_ranks import CHANNELS, IMAGE, SIZE, network_steps, part_of
+from tests.helpers.picked_cells import CELLS, inputs_of, outcome, picked, require_close, whole_of
+from tests.helpers.picked_ranks import CHANNELS, IMAGE, network_steps
 
 
 @pytest.fixture(scope="module")
@@ -59,18 +60,8 @@ class TestKernels:
     def test_kernels_of_two_ranks_equal_modules_of_one_process(self, kernels: list[dict[str, Any]], name: str) -> None:
         x, factors = inputs_of(name, CHANNELS, SIZE, IMAGE)
         cell = picked(name, CHANNELS, factors)
-        parameters, buffers = dict(cell.named_parameters()), dict(cell.named_buffers())
-        first, second = (rank[name] for rank in kernels)
-        found = {
-            key: value
-            if key in buffers
-            else value + second[key]
-            if key in parameters
-            else torch.cat([value, second[key]])
-            for key, value in first.items()
-        }
+        found = whole_of(*(rank[name] for rank in kernels), cell)
         require_close(found, outcome(cell, x, factors, fused=False), 1e-4)
-        assert all(torch.equal(first[key], second[key]) for key in buffers), "both ranks have the same statistics"
 
     def test_local_norms_are_those_of_a_process_with_this_part(self, kernels: list[dict[str, Any]]) -> None:
         name = next(iter(CELLS))

@@ -12,10 +12,11 @@ from softcell.engine.distributed import World
 from softcell.spaces import execution
 from softcell.spaces.execution import is_modules_only, modules_only
 from tests.helpers.engine_launch import on_ranks, results, start_ranks
+from tests.helpers.fused_ranks import SIZE
 from tests.helpers.kernel_runs import MARKS
-from tests.helpers.picked_cells import require_close
+from tests.helpers.picked_cells import require_close, whole_of
 from tests.helpers.segmented_cells import Segmented, factors_of, inputs_of, outcome, twins
-from tests.helpers.segmented_ranks import CHANNELS, IMAGE, NAMES, SIZE, network_steps
+from tests.helpers.segmented_ranks import CHANNELS, IMAGE, NAMES, network_steps
 
 
 @pytest.fixture(scope="module")
@@ -59,16 +60,6 @@ class TestKernels:
     @pytest.mark.parametrize("name", NAMES)
     def test_kernels_of_two_ranks_equal_modules_of_one_process(self, kernels: list[dict[str, Any]], name: str) -> None:
         cell = Segmented(name, CHANNELS).train()
-        parameters, buffers = dict(cell.named_parameters()), dict(cell.named_buffers())
-        first, second = (rank[name] for rank in kernels)
-        found = {
-            key: value
-            if key in buffers
-            else value + second[key]
-            if key in parameters
-            else torch.cat([value, second[key]])
-            for key, value in first.items()
-        }
+        found = whole_of(*(rank[name] for rank in kernels), cell)
         exact = outcome(cell, inputs_of(cell, SIZE, IMAGE), factors_of(cell, SIZE), fused=False)
         require_close(found, exact, 1e-4)
-        assert all(torch.equal(first[key], second[key]) for key in buffers), "both ranks have the same statistics"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
@@ -13,9 +12,9 @@ from softcell.arch import sample
 from softcell.kernels.backend import has_triton
 from softcell.kernels.warm_up import dry_launches
 from softcell.spaces import build_space
-from softcell.spaces.execution import fused_networks, modules_only
-from tests.gpu.test_cuda_affine import of_learned
-from tests.helpers.kernel_cells import errors_by_kind
+from softcell.spaces.execution import fused_networks
+from tests.helpers.kernel_cells import errors_by_kind, of_learned
+from tests.helpers.kernel_runs import replayed, require_fused_network
 from tests.helpers.segmented_cells import CELLS, Segmented, factors_of, inputs_of, outcome
 
 pytestmark = [
@@ -68,42 +67,18 @@ def test_a_recorded_pass_equals_an_eager_one(seed: int) -> None:
         return [logits.detach(), *torch.autograd.grad(loss, parameters)]
 
     expected = step()
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        recorded = step()
-    graph.replay()
-    for a, b in zip(recorded, expected, strict=True):
+    for a, b in zip(replayed(step), expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-2)
 
 
 def test_a_fused_network_equals_its_modules_in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
     """In float32 and with the widths of the paper, all gradients and running statistics."""
-    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
-    network = nos_network(cells=8, channels=36)
-    exact, single = copy.deepcopy(network).double(), copy.deepcopy(network)
-    x = torch.randn(16, 3, 32, 32, device="cuda")
 
-    def found(own: torch.nn.Module, images: Tensor) -> dict[str, Tensor]:
+    def run(own: Any, images: Tensor) -> tuple[Tensor, Tensor]:
         logits, auxiliary = own.forward_with_auxiliary(images)
-        (logits.square().mean() + auxiliary.square().mean()).backward()
-        gradients = {name: p.grad for name, p in own.named_parameters() if p.grad is not None}
-        return {"logits": logits.detach(), **gradients, **{n: b for n, b in own.named_buffers() if "running" in n}}
+        return logits, logits.square().mean() + auxiliary.square().mean()
 
-    with fused_networks():
-        mine = found(network, x)
-    with modules_only():
-        others, theirs = found(single, x), found(exact, x.double())
-    assert mine.keys() == theirs.keys()
-    for name, expected in theirs.items():
-        errors = [float((own[name].double() - expected).norm() / expected.norm()) for own in (mine, others)]
-        # Rounding decides about ReLUs near 0: modules in float32 are no nearer to float64.
-        assert errors[0] <= max(1e-3, 10 * errors[1]), f"{name}: {errors[0]:.2e}, modules {errors[1]:.2e}"
+    require_fused_network(nos_network(cells=8, channels=36), run, monkeypatch)
 
 
 def test_a_pass_compiles_nothing_that_a_dry_pass_did_not_list() -> None:

@@ -186,3 +186,8 @@ def require_rounding_only(fused: dict[str, list[float]], modules: dict[str, list
         )
         assert worst <= 3 * max(others) + 2**-8, f"{kind}: {worst:.4f} at worst, that of modules {max(others):.4f}"
     assert max(fused["outputs"]) <= 2**-7, "an output is a sum of values that were rounded once or twice, by 2⁻⁹ each"
+
+
+def of_learned(found: dict[str, Tensor], exact: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Without tensors that are zero, or are rounding errors of a sum that is zero."""
+    return {name: found[name] for name, value in exact.items() if value.double().norm() > 1e-6}

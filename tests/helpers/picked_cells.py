@@ -13,7 +13,7 @@ from softcell.arch import Cell, Pick
 from softcell.nn import Spec
 from softcell.nn.stochastic import DropPath
 from softcell.spaces import PickedCell
-from softcell.spaces._affine_plan import AffineCell
+from softcell.spaces._executors import AffineCell
 
 ONE, THREE, POOL, SKIP, ZERO = "nor_conv_1x1", "nor_conv_3x3", "avg_pool_3x3", "skip_connect", "none"
 CELLS: dict[str, tuple[tuple[int, int, str], ...]] = {
@@ -120,3 +120,16 @@ def require_close(mine: dict[str, Tensor], theirs: dict[str, Tensor], tolerance:
         wide = expected.double().cpu()
         error = (mine[name].double().cpu() - wide).norm() / max(float(wide.norm()), 1e-2 * wide.numel() ** 0.5)
         assert error <= tolerance, f"{name}: {error}"
+
+
+def whole_of(first: dict[str, Tensor], second: dict[str, Tensor], cell: nn.Module) -> dict[str, Tensor]:
+    """Of two ranks' outcomes: gradients of parameters summed, maps one after the other, statistics, which are equal."""
+    parameters, buffers = dict(cell.named_parameters()), dict(cell.named_buffers())
+    assert all(torch.equal(first[key], second[key]) for key in buffers), "both ranks have the same statistics"
+
+    def joined(key: str, value: Tensor) -> Tensor:
+        if key in buffers:
+            return value
+        return value + second[key] if key in parameters else torch.cat([value, second[key]])
+
+    return {key: joined(key, value) for key, value in first.items()}

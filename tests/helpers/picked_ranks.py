@@ -12,18 +12,13 @@ from softcell.engine import distributed
 from softcell.engine.optim import classification_step
 from softcell.kernels.cell import mixed_cell
 from softcell.kernels.shared import local_norms
-from softcell.spaces import _fused_plan, build_space, execution
-from softcell.spaces.execution import fused_networks, is_modules_only, modules_only
-from tests.helpers.fused_ranks import Counted
+from softcell.spaces import _fused_plan, build_space
+from softcell.spaces.execution import fused_networks, modules_only
+from tests.helpers.fused_ranks import SIZE, Counted, fuse_by_twins, part_of
 from tests.helpers.picked_cells import CELLS, inputs_of, outcome, picked
 
 PICKS = "|nor_conv_1x1~0|+|nor_conv_3x3~0|avg_pool_3x3~1|+|skip_connect~0|none~1|nor_conv_3x3~2|"
-SIZE = 6
 CHANNELS, IMAGE = 5, (6, 5)
-
-
-def part_of(rank: int) -> slice:
-    return slice(rank * SIZE // 2, (rank + 1) * SIZE // 2)
 
 
 def network_steps(part: slice, world: distributed.World) -> dict[str, Tensor]:
@@ -75,8 +70,3 @@ def kernels_on_rank(world: distributed.World, folder: Path) -> dict[str, Any]:
     found = {name: run(name) for name in CELLS}
     with local_norms():
         return found | {"local": run(next(iter(CELLS)))}
-
-
-def fuse_by_twins() -> None:
-    """Cells are fused on the CPU too, by the kernels' plain twins."""
-    execution.kernels_serve = lambda x: not is_modules_only()

@@ -12,19 +12,14 @@ from softcell.engine import distributed
 from softcell.engine.optim import classification_step
 from softcell.kernels.derived import derived_nodes_reference
 from softcell.kernels.shared import local_norms
-from softcell.spaces import _derived_plan, build_space, execution
-from softcell.spaces.execution import fused_networks, is_modules_only, modules_only
-from tests.helpers.fused_ranks import Counted
+from softcell.spaces import _derived_plan, build_space
+from softcell.spaces.execution import fused_networks, modules_only
+from tests.helpers.fused_ranks import SIZE, Counted, fuse_by_twins, part_of
 from tests.helpers.segmented_cells import CELLS, Segmented, factors_of, inputs_of, outcome
 
-SIZE = 6
 CHANNELS, IMAGE = 8, (6, 5)
 NAMES = ("a pair at each tier", "several on an edge")
 assert set(NAMES) <= set(CELLS)
-
-
-def part_of(rank: int) -> slice:
-    return slice(rank * SIZE // 2, (rank + 1) * SIZE // 2)
 
 
 def network_steps(part: slice, world: distributed.World, drop_path: float) -> dict[str, Tensor]:
@@ -75,9 +70,3 @@ def kernels_on_rank(world: distributed.World, folder: Path) -> dict[str, Any]:
         return {key: value.cpu() for key, value in found.items()}
 
     return {name: run(name) for name in NAMES}
-
-
-def fuse_by_twins() -> None:
-    """Cells are fused on the CPU too, by the kernels' plain twins."""
-    execution.kernels_serve = lambda x: not is_modules_only()
-    _derived_plan.derived_nodes = derived_nodes_reference

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from softcell.engine.distributed import World
-from softcell.kernels import backend, compose, local, norm, pool, taps
+from softcell.kernels import backend, local, norm, pool, taps
 from softcell.nn.attention import LocalAttention
 from softcell.search import resolve
 from softcell.search.task import warn_if_unfused
@@ -18,7 +18,7 @@ from softcell.spaces import execution
 from softcell.testing import tiny_space
 from tests.helpers.kernel_cells import OneSite, build_cell, fuse, leaving, outcome, random_inputs, require_same
 
-FAMILIES: dict[str, Any] = {"compose": compose, "norm": norm, "pool": pool, "taps": taps}
+FAMILIES: dict[str, Any] = {"compose": taps, "norm": norm, "pool": pool, "taps": taps}
 NAMES = {
     "compose": {"compose", "compose_gradient"},
     "norm": {"finish_moments", "normalise", "gradient_sums", "normalise_gradient", "combine", "combine_gradient"},

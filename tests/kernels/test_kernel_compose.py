@@ -12,9 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from softcell.kernels import compose
 from softcell.kernels.backend import has_triton, triton_kernels
-from softcell.kernels.compose import Kind, Recipe
+from softcell.kernels.taps import Kind, Recipe, compose_gradient_reference, compose_reference
 from softcell.nn.conv import DilatedConv, FactorisedReduction, ReLUConvBN, SeparableConv
 from softcell.spaces._fused_plan import Entry, plan
 from tests.helpers.kernel_cells import build_cell, fuse
@@ -84,7 +83,7 @@ def test_a_composed_kernel_convolves_as_the_module_does(name: str, channels: int
     window = fused.program.waves[0].first[0].window
     factors = torch.cat([w.permute(0, 2, 3, 1).reshape(-1) for w in weights]).detach()
     flat = torch.full((fused.program.size,), torch.nan, dtype=torch.float64)
-    compose.compose_reference(factors, flat, fused.recipes, channels)
+    compose_reference(factors, flat, fused.recipes, channels)
     assert flat.isfinite().all(), "every place is written"
     kernel = kernel_of(flat, recipe, channels).requires_grad_()
     x = torch.randn(2, channels, 6, 8, dtype=torch.float64)
@@ -99,7 +98,7 @@ def test_a_composed_kernel_convolves_as_the_module_does(name: str, channels: int
     gradient = torch.zeros_like(flat)
     kernel_of(gradient, recipe, channels).copy_(given)
     found = torch.empty_like(factors)
-    compose.compose_gradient_reference(factors, gradient, found, fused.recipes, channels)
+    compose_gradient_reference(factors, gradient, found, fused.recipes, channels)
     for part, weight, own in zip(found.split([w.numel() for w in weights]), weights, expected, strict=True):
         as_weight = part.view(weight.permute(0, 2, 3, 1).shape).permute(0, 3, 1, 2)
         torch.testing.assert_close(as_weight, torch.zeros_like(weight) if own is None else own, rtol=1e-12, atol=1e-12)
@@ -137,8 +136,8 @@ def test_the_kernels_equal_their_twins_in_float64(channels: int, dtype: torch.dt
     triton_kernels("compose").compose_gradient(factors, gradient, found, recipes, channels)
     exact, slope = factors.double().cpu(), gradient.double().cpu()
     expected, expected_gradient = torch.empty_like(slope), torch.empty_like(exact)
-    compose.compose_reference(exact, expected, recipes, channels)
-    compose.compose_gradient_reference(exact, slope, expected_gradient, recipes, channels)
+    compose_reference(exact, expected, recipes, channels)
+    compose_gradient_reference(exact, slope, expected_gradient, recipes, channels)
     for r in recipes:  # one by one: a large kernel must not hide a small one
         own = slice(r.target, r.target + channels * r.taps * channels)
         assert _far(out[own], expected[own]) <= tolerance, r

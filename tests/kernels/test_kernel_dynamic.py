@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from softcell.kernels import dynamic
+from softcell.kernels import calibrate
 from softcell.kernels.backend import triton_kernels
-from softcell.kernels.dynamic import dynamic_kernels, dynamic_kernels_reference, fits
+from softcell.kernels.calibrate import dynamic_kernels, dynamic_kernels_reference, fits
 from tests.helpers.kernel_runs import DEVICE, INTERPRETED, MARKS
 
 pytestmark = MARKS
@@ -76,14 +76,14 @@ def test_what_is_compressed_may_be_part_of_something_wider() -> None:
 
 
 def test_gradients_of_weights_are_computed_only_if_requested(monkeypatch: pytest.MonkeyPatch) -> None:
-    kernels, asked = triton_kernels("dynamic"), []
+    kernels, asked = triton_kernels("calibrate"), []
 
     def backward(*given: Any) -> Any:
         asked.append(given[-1])
         return plainly(*given)
 
-    plainly = kernels.backward
-    monkeypatch.setattr(kernels, "backward", backward)
+    plainly = kernels.dynamic_kernels_gradient
+    monkeypatch.setattr(kernels, "dynamic_kernels_gradient", backward)
     x, compressed, score, decode = (one.to(DEVICE, torch.float32).requires_grad_() for one in made(CASES[0]))
     for wanted, weights in (([x], False), ([x, compressed], False), ([score, decode], True)):
         found = []
@@ -112,7 +112,7 @@ def test_what_is_compressed_may_be_made_from_the_map_in_second_derivatives_too()
 def test_float32_uses_the_plain_form_if_shared_memory_is_too_small(monkeypatch: pytest.MonkeyPatch) -> None:
     given = [one.to(DEVICE, torch.float32) for one in made((2, 64, 64, 8, (25,)))]
     assert fits(given[0], given[1], (25,))
-    monkeypatch.setattr(dynamic, "shared_memory", lambda device: 88_195)  # it takes 88,196 bytes
+    monkeypatch.setattr(calibrate, "shared_memory", lambda device: 88_195)  # it takes 88,196 bytes
     assert not fits(given[0], given[1], (25,))
 
 

@@ -28,6 +28,7 @@ from tests.helpers.kernel_cells import (
     require_rounding_only,
     short_outcomes,
 )
+from tests.helpers.kernel_runs import replayed
 
 pytestmark = [
     pytest.mark.gpu,
@@ -239,18 +240,5 @@ def test_a_fused_cell_can_be_recorded() -> None:
         return [nodes[-1].detach(), *torch.autograd.grad(nodes[-1].square().sum(), [weights, *cell.parameters()][:9])]
 
     expected = step()
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        with torch.cuda.graph(graph):
-            recorded = step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    graph.replay()
-    for a, b in zip(recorded, expected, strict=True):
+    for a, b in zip(replayed(step), expected, strict=True):
         torch.testing.assert_close(a, b)

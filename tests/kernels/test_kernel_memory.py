@@ -15,9 +15,8 @@ from torch import Tensor
 
 from benchmarks.derived import EARLIER
 from benchmarks.supernet import FEWER
-from softcell.kernels.backend import has_triton, triton_kernels
+from softcell.kernels.backend import cell_settings, has_triton, triton_kernels
 from softcell.kernels.derived import derived_cell
-from softcell.kernels.settings import cell_settings
 from softcell.nn.stack import as_vector
 from tests.helpers.derived_cells import Cell, edges_of_one_size, states
 from tests.helpers.kernel_cells import build_cell, fuse, outcome, random_inputs

@@ -17,11 +17,10 @@ from torch import Tensor
 
 from benchmarks.supernet import CHANGES, FEWER, changed
 from softcell.kernels import cell as cell_kernels
-from softcell.kernels import streams
-from softcell.kernels.backend import has_triton
+from softcell.kernels import schedule
+from softcell.kernels.backend import cell_settings, current_settings, default_settings, has_triton
 from softcell.kernels.norm import combine, combine_reference
-from softcell.kernels.settings import cell_settings, chosen, current
-from softcell.kernels.streams import uses_second_stream
+from softcell.kernels.schedule import uses_second_stream
 from softcell.spaces import execution
 from softcell.spaces.cell import MixedCell
 from softcell.spaces.execution import modules_only
@@ -52,16 +51,16 @@ def filled_memory() -> Iterator[None]:
 
 def test_settings_hold_within_their_context_only() -> None:
     with cell_settings(splits=3):
-        assert current().splits == 3
+        assert current_settings().splits == 3
         with cell_settings(second_stream=False):
-            assert (current().splits, current().second_stream) == (3, False)
+            assert (current_settings().splits, current_settings().second_stream) == (3, False)
         with pytest.raises(TypeError), cell_settings(unknown=1):
             pass
-    assert current() == chosen
+    assert current_settings() == default_settings
 
 
 def test_a_cpu_has_no_second_stream() -> None:
-    assert chosen.second_stream
+    assert default_settings.second_stream
     assert not uses_second_stream(torch.device("cpu"))
     cell = build_cell("nb201").double()
     states, weights = random_inputs(cell, (5, 5), 2)
@@ -93,9 +92,9 @@ def test_a_backward_pass_waits_for_earlier_cells_and_at_its_end_for_all(monkeypa
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: first)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
     monkeypatch.setattr(torch.cuda, "Event", lambda: Recorder(log, "event"))
-    monkeypatch.setattr(streams, "second_stream", lambda device, number: second)
+    monkeypatch.setattr(schedule, "second_stream", lambda device, number: second)
     monkeypatch.setattr(cell_kernels, "uses_second_stream", lambda device: True)
-    monkeypatch.setattr(streams, "uses_second_stream", lambda device: True)
+    monkeypatch.setattr(schedule, "uses_second_stream", lambda device: True)
     cells = [build_cell("nb201", 0) for _ in range(4)]
     states, weights = random_inputs(cells[0], (5, 5), 2, torch.float32)
     value = states[0]
@@ -109,8 +108,8 @@ def test_a_backward_pass_waits_for_earlier_cells_and_at_its_end_for_all(monkeypa
         "first waits for an event",
         *["first waits for second"] * 4,
     ]
-    assert not any(waiting for _, waiting in streams._waiting.values()), "no memory is kept"
-    streams._waiting.clear()
+    assert not any(waiting for _, waiting in schedule._waiting.values()), "no memory is kept"
+    schedule._waiting.clear()
 
 
 @with_tail
@@ -199,12 +198,12 @@ def chained(cells: list[MixedCell], states: list[Tensor], weights: Tensor) -> li
 @COMPILES
 def test_a_kernel_that_starts_early_waits_for_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every kernel of a cell that has the attribute of an early launch, and none without the setting."""
-    from softcell.kernels import launch_triton
+    from softcell.kernels import taps_triton
     from softcell.kernels.warm_up import Compilation, compile_one, dry_launches
 
     take_for_gpu(monkeypatch)
     monkeypatch.setattr(execution, "compute_type", lambda x: x.dtype)
-    launch_triton._has_dependent_launch.cache_clear()
+    taps_triton._has_dependent_launch.cache_clear()
     for early in (True, False):
         jobs: list[Compilation] = []
         with cell_settings(early_launch=early), dry_launches(jobs.append):
@@ -217,4 +216,4 @@ def test_a_kernel_that_starts_early_waits_for_the_one_before(monkeypatch: pytest
         if early:
             code = compile_one(next(job for job in jobs if job.name == "_combine_finish"), HOPPER).asm["ptx"]
             assert code.index("griddepcontrol.wait") < code.index("ld.global")
-    launch_triton._has_dependent_launch.cache_clear()
+    taps_triton._has_dependent_launch.cache_clear()

@@ -15,7 +15,7 @@ from softcell.arch import Live, WeightMix
 from softcell.kernels import mix
 from softcell.kernels.mix import small_weighted_sum
 from softcell.methods import METHODS
-from softcell.nn.stack_calibrations import run_calibrations
+from softcell.nn.calibrate import run_calibrations
 from softcell.settings import build
 from softcell.spaces import Supernet, _executors, block, build_space
 from softcell.spaces.execution import modules_only

@@ -19,7 +19,7 @@ from softcell.arch.mix import Live
 from softcell.data import Batch
 from softcell.search.supernet import recalibrated
 from softcell.spaces import MixedCell, Supernet, build_space, execution
-from softcell.spaces._executors import NodeOutputForms, NodeSumForms
+from softcell.spaces._executors import NodeForms
 from softcell.spaces.execution import (
     Execution,
     LayerExecution,
@@ -68,18 +68,14 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Cells are fused on the CPU too, by the kernels' plain twins; lists whether each node found a fused form."""
     found: list[bool] = []
 
-    def watch(kind: type[NodeSumForms] | type[NodeOutputForms]) -> None:
-        original = kind.of
+    original = NodeForms.of
 
-        def of(self: Any, *arguments: Any) -> Any:
-            form = original(self, *arguments)
-            found.append(form is not None)
-            return form
+    def of(self: Any, *arguments: Any) -> Any:
+        form = original(self, *arguments)
+        found.append(form is not None)
+        return form
 
-        monkeypatch.setattr(kind, "of", of)
-
-    watch(NodeSumForms)
-    watch(NodeOutputForms)
+    monkeypatch.setattr(NodeForms, "of", of)
     monkeypatch.setattr(execution, "kernels_serve", lambda x: not is_modules_only())
     return found
 

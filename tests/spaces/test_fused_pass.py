@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from softcell.arch import sample
 from softcell.nn.stochastic import DropPath
 from softcell.spaces import Network, PickedCell, build_space, execution
-from softcell.spaces._affine_plan import AffineCell
+from softcell.spaces._executors import AffineCell
 from softcell.spaces.execution import fused_networks, is_modules_only, modules_only
 from tests.helpers.segmented_cells import twins
 

@@ -5,11 +5,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from softcell.data import cub
 from softcell.data._small_datasets import load_cifar, load_digits, load_imagenet16, load_svhn
 from softcell.data.arrays import load_npz
 from softcell.data.dataset import Dataset, SomeClasses, check_fixed_size, with_some_classes
-from softcell.data.folder import MEMORY_LIMIT, load_folder, load_imagenet
+from softcell.data.folder import CUB_BOXES, CUB_NAMES, MEMORY_LIMIT, load_cub, load_folder, load_imagenet
 from softcell.errors import UserError, nearest
 
 _ROOT_VARIABLE = "SOFTCELL_DATA"
@@ -103,12 +102,12 @@ def _load(
     if image_size is not None and image_size < 1:
         raise UserError(f"image_size must be at least 1 pixel, but got {image_size}")
     name = str(name_or_path)
-    if scaled_to is not None and name not in cub.NAMES:
+    if scaled_to is not None and name not in CUB_NAMES:
         raise UserError(f"scaled_to applies to cub200 only, but got {scaled_to} for {name}; leave it out")
     if name == "imagenet":
         return load_imagenet(_root(root), image_size, memory_limit, some)
-    if name in cub.NAMES:
-        return cub.load_cub(_root(root), image_size, memory_limit, boxed=name == cub.BOXED, scaled_to=scaled_to)
+    if name in CUB_NAMES:
+        return load_cub(_root(root), image_size, memory_limit, boxed=name == CUB_BOXES, scaled_to=scaled_to)
     if name in _DESCRIPTIONS:
         found = _load_fixed(name, root)
     else:

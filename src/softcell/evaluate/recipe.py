@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from softcell.arch import Genotype
-from softcell.data.cub import NAMES as BIRDS
+from softcell.data.folder import CUB_NAMES
 from softcell.errors import UserError, nearest
 from softcell.kernels.shared import Norms
 from softcell.settings import (
@@ -162,7 +162,7 @@ class TrainRecipe:
     @property
     def scaled_to(self) -> int | None:
         """The size of photographs of birds before they are cropped; None for other datasets."""
-        if self.task != "retrieve" or self.data not in BIRDS:
+        if self.task != "retrieve" or self.data not in CUB_NAMES:
             return None
         return round((self.image_size or RETRIEVED_SIZE) * RETRIEVED_FROM / RETRIEVED_SIZE)
 
@@ -310,7 +310,7 @@ RETRIEVED_SIZE, RETRIEVED_FROM = 227, 256
 
 def default_recipe(data: str, space: str = "") -> str:
     """The recipe for a dataset: that of the space's own paper if there is one, else that of DARTS."""
-    if data in BIRDS:
+    if data in CUB_NAMES:
         return "fine-grained"
     scale = evaluation_scale(data)
     own = (f"{space}-{data}", f"{space}-{scale}")
@@ -344,7 +344,7 @@ def resolve(genotype: Genotype, *layers: Mapping[str, Any]) -> TrainRecipe:
         base["auxiliary"] = 0.0
     if retrieving:  # nothing is held back: unseen classes are what is measured
         base |= {"optimiser": "adam", "lr": 4e-3, "holdout": 0.0}
-        if data in BIRDS:
+        if data in CUB_NAMES:
             base["image_size"] = RETRIEVED_SIZE
     values = merge(RECIPES[name], base, given)
     values["auto"] = _left_to_data(RECIPES[name].get("auto", ()), *layers)

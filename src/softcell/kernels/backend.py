@@ -1,4 +1,7 @@
-"""Selects kernels: Triton's for tensors on a GPU if Triton is installed, otherwise the plain PyTorch twins."""
+"""What all kernels share: the choice between Triton and the plain twins, launch settings, and tables on the device.
+
+Triton's kernels run for tensors on a GPU if Triton is installed, otherwise their plain PyTorch twins.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +12,12 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
-
-from softcell.kernels.settings import current
 
 _TWINS_ONLY: ContextVar[bool] = ContextVar("twins_only", default=False)
 
@@ -41,6 +43,57 @@ def runs_triton(x: Tensor) -> bool:
         return False
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     return (x.device.type == "cuda" or interpreted) and x.dtype in (torch.float32, torch.bfloat16) and has_triton()
+
+
+@dataclass(frozen=True, slots=True)
+class CellSettings:
+    """Launch settings of `kernels.cell`; results differ at most by the order of summation.
+
+    moments_values, moments_warps: values that a program of the kernel that merges statistics reads at once (a multiple
+    of the channels), and its warps. sums_values: the same for the sums in gradients of norms and mixes, whose rows are
+    split into at most `splits` parts. reads_ahead: several inputs of a node are read before the first is used.
+    second_stream: gradients of weights run on a second stream, since nothing else in a backward pass waits for them;
+    this takes 3 to 4 % less time per search step on an H200 and gives the same bits. early_launch: programs of a kernel
+    start while the last programs of the previous kernel are still running, and wait for its end (programmatic dependent
+    launch, compute capability 9.0 or higher).
+    """
+
+    moments_values: int = 8192
+    moments_warps: int = 8
+    sums_values: int = 4096
+    splits: int = 128
+    reads_ahead: bool = True
+    second_stream: bool = True
+    early_launch: bool = False
+
+
+default_settings = CellSettings()
+# Not a context variable: backward passes run in an autograd thread and must see it too.
+_settings = default_settings
+
+
+def current_settings() -> CellSettings:
+    return _settings
+
+
+@contextmanager
+def cell_settings(**changes: Any) -> Iterator[None]:
+    """Changes these fields for fused cells inside this context.
+
+    `python -m benchmarks.supernet` compares settings. A captured step keeps those of its capture.
+
+    Example:
+        >>> from softcell.kernels.backend import cell_settings, current_settings
+        >>> with cell_settings(splits=128):
+        ...     current_settings().splits
+        128
+    """
+    global _settings
+    before, _settings = _settings, replace(_settings, **changes)
+    try:
+        yield
+    finally:
+        _settings = before
 
 
 def is_wanted(ctx: Any, number: int) -> bool:
@@ -120,7 +173,7 @@ class KeptTable:
             return
         if self._copied is None:
             return
-        if current().early_launch:  # these kernels read tables before they wait for the preceding kernel
+        if current_settings().early_launch:  # these kernels read tables before they wait for the preceding kernel
             self._copied.synchronize()
         if self._copied.query():  # type: ignore[no-untyped-call]
             self._copied = None

@@ -1,22 +1,108 @@
-"""Applies attentions and per-sample kernels to a map (NOS, Eq 3): base ⊙ (1 + A) + base ⊛ D.
+"""Per-sample dynamic kernels (NOS, A.1.2), and how they and attentions are applied to a map (NOS, Eq 3).
+
+`dynamic_kernels` makes the kernels of several modules m that read the same map:
+
+    l = W2 x,  a = softmax_hw(l),  z = a relu(norm(W1 x)),  d = softmax_taps(z W3)
+
+Every module computes k² taps t from x [n, h·w, c], each with one value per channel. In plain PyTorch a module takes ten
+operations forward and twenty backward. The Triton kernels loop over the positions in registers, for all modules at
+once: one launch forward, one backward and two sums. They keep d, z and one value per tap.
+
+`calibrate` computes base ⊙ (1 + A) + base ⊛ D for every sample and channel:
 
     y[p] = base[p] (1 + a + s[p]) + Σ_t base[p + o_t] d_t
 
-for every sample and channel; a has one value per channel, s one per position, d one per channel and tap. Plain
-operations need a dozen launches forward and two dozen backward. Many of them are copies, since torch needs the samples
-of such a convolution folded into its channels. The Triton kernels read channels-last maps directly, with one launch
-forward and two backward. `calibrate_reference` is the twin of `calibrate`.
+a has one value per channel, s one per position, d one per channel and tap. Plain operations need a dozen launches
+forward and two dozen backward. Many of them are copies, since torch needs the samples of such a convolution folded into
+its channels. The Triton kernels read channels-last maps directly, with one launch forward and two backward.
+
+Each has a plain twin named `_reference`.
 """
 
 from __future__ import annotations
 
+from itertools import accumulate
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from softcell.kernels.backend import by_twin, runs_triton, triton_kernels
+from softcell.kernels.backend import by_twin, is_wanted, padded, runs_triton, shared_memory, triton_kernels
+
+LARGEST = 64
+"""Channels of a map and of its compressed form that fit the registers of one program of `dynamic_kernels`."""
+TAPS = 32
+"""The largest k² of `dynamic_kernels`."""
+
+
+def fits(x: Tensor, compressed: Tensor, taps: tuple[int, ...]) -> bool:
+    """Whether the Triton kernels of `dynamic_kernels` support these sizes on this device."""
+    if not runs_triton(x) or x.dtype != compressed.dtype:
+        return False
+    # As compiled for 16, 32 and 64 channels: 29, 26 and 37 KB in bfloat16, 46, 45 and 88 KB in float32.
+    needed = 40_000 if x.element_size() == 2 else 1_500 * padded(x.shape[2], 32)
+    small = max(x.shape[2], compressed.shape[2] // len(taps)) <= LARGEST and max(taps) <= TAPS
+    return small and needed <= shared_memory(x.device)
+
+
+def dynamic_kernels(x: Tensor, compressed: Tensor, score: Tensor, decode: Tensor, taps: tuple[int, ...]) -> Tensor:
+    """All kernels [n, Σ k², c], in float32 or wider, module after module.
+
+    x [n, h·w, c]; compressed [n, h·w, m·r], relu(norm(W1 x)) of all modules; score W2 [Σ k², c]; decode W3 [m, c, r];
+    taps: k² of each module.
+    """
+    if not fits(x, compressed, taps):
+        return dynamic_kernels_reference(x, compressed, score, decode, taps)
+    return _DynamicKernels.apply(taps, x, compressed, score, decode)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def dynamic_kernels_reference(
+    x: Tensor, compressed: Tensor, score: Tensor, decode: Tensor, taps: tuple[int, ...]
+) -> Tensor:
+    """The plain twin of `dynamic_kernels`, module by module."""
+    exact, found = torch.promote_types(x.dtype, torch.float32), []
+    parts = zip(torch.split(score, list(taps)), compressed.chunk(len(taps), 2), decode, strict=True)
+    for scores, values, out in parts:
+        attention = torch.softmax(torch.matmul(scores, x.transpose(1, 2)), 2)  # [n, k², h·w]
+        latent = torch.matmul(attention, values)  # [n, k², r]
+        found.append(torch.softmax(torch.matmul(latent, out.t()), 1, dtype=exact))
+    return torch.cat(found, 1)
+
+
+def starts(taps: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+    """The first tap of each module, and the number of its taps."""
+    return tuple(zip(accumulate(taps, initial=0), taps, strict=False))
+
+
+class _DynamicKernels(torch.autograd.Function):
+    """`dynamic_kernels` by Triton kernels."""
+
+    @staticmethod
+    def forward(ctx: Any, taps: tuple[int, ...], *given: Tensor) -> Tensor:
+        x, compressed, score, decode = given
+        rows = x.contiguous(), compressed if compressed.stride(2) == 1 else compressed.contiguous()
+        made, latent, totals = triton_kernels("calibrate").dynamic_kernels(
+            *rows, score.contiguous(), decode.contiguous(), taps
+        )
+        ctx.save_for_backward(*given, made, latent, totals)
+        ctx.taps = taps
+        return made  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        x, compressed, score, decode, *kept = ctx.saved_tensors
+        if torch.is_grad_enabled():  # only the twin supports second derivatives
+
+            def twin(*own: Tensor) -> list[Tensor]:
+                return [dynamic_kernels_reference(own[0], own[1], own[2], own[3], ctx.taps)]
+
+            return None, *by_twin(twin, (x, compressed, score, decode), [gradient])
+        rows = x.contiguous(), compressed if compressed.stride(2) == 1 else compressed.contiguous()
+        weights = is_wanted(ctx, 2) or is_wanted(ctx, 3)  # architecture steps need no gradient of the weights
+        return None, *triton_kernels("calibrate").dynamic_kernels_gradient(
+            *rows, score.contiguous(), decode.contiguous(), ctx.taps, *kept, gradient.contiguous(), weights
+        )
 
 
 def convolve(x: Tensor, kernels: Tensor, dilation: int = 1) -> Tensor:
@@ -70,7 +156,7 @@ class _Calibrate(torch.autograd.Function):
         ctx.save_for_backward(base, channel, spatial, kernels)
         ctx.dilation = dilation
         rows = base.permute(0, 2, 3, 1).contiguous()
-        y = triton_kernels("calibrate").forward(rows, channel, spatial, kernels, dilation)
+        y = triton_kernels("calibrate").calibrate(rows, channel, spatial, kernels, dilation)
         return y.permute(0, 3, 1, 2)  # type: ignore[no-any-return]
 
     @staticmethod
@@ -82,7 +168,7 @@ class _Calibrate(torch.autograd.Function):
                 return [calibrate_reference(own, more[0], more[1], more[2], ctx.dilation).to(own.dtype)]
 
             return *by_twin(twin, (base, channel, spatial, kernels), [gradient]), None
-        dbase, places, taps = triton_kernels("calibrate").backward(
+        dbase, places, taps = triton_kernels("calibrate").calibrate_gradient(
             base.permute(0, 2, 3, 1).contiguous(),
             channel,
             spatial,

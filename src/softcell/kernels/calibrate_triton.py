@@ -1,18 +1,173 @@
 # mypy: ignore-errors
-"""Triton kernels of `calibrate`: a program processes [PLACES, CB channels] of one sample and reads neighbours in place.
+"""Triton kernels of `dynamic_kernels` and `calibrate`. Sums are accumulated in float32.
 
-Sums are accumulated in float32. Kernels [n, c, k, k] may have any memory layout.
+Those that make dynamic kernels (`_forward`, `_backward`): a program handles one module's taps, or backward some
+positions, of a sample. Every program writes a row of weight gradients; the rows are added outside in a fixed order, so
+results repeat bit for bit. Products have at most 32 rows, or two warps: for larger ones Triton 3.6 uses an instruction
+that gave wrong results elsewhere (see `indicator_triton`).
+
+Those that calibrate (`_apply`, `_taps`): a program processes [PLACES, CB channels] of one sample and reads neighbours
+in place. Kernels [n, c, k, k] may have any memory layout.
 """
 
 import torch
 import triton
 import triton.language as tl
 
-from softcell.kernels.backend import padded
+from softcell.kernels.backend import padded, table
+from softcell.kernels.calibrate import TAPS, starts
 
+DYNAMIC_TILE = 4096
+"""Bytes of a tile of positions × channels of `_backward`; twice as many of `_forward`."""
 TILE = 2048
-"""Approximate size of a tile: positions × channels."""
+"""Approximate size of a tile of `_apply` and `_taps`: positions × channels."""
 NUMBERS = ["height", "width", "k_n", "k_c", "k_y", "k_x"]
+
+
+@triton.jit
+def _dot(a, b):
+    return tl.dot(a, b, input_precision="tf32x3")  # for float32: equally accurate, fewer instructions
+
+
+@triton.jit
+def _tile(ptr, rows, columns, row_ok, column_ok, stride):
+    """Loads [rows, columns] from memory with a row stride of `stride` values."""
+    at = rows[:, None] * stride + columns[None, :]
+    return tl.load(ptr + at, mask=row_ok[:, None] & column_ok[None, :], other=0.0)
+
+
+@triton.jit(do_not_specialize=["places", "rows", "stride"])
+def _forward(
+    x_ptr, compressed_ptr, score_ptr, decode_ptr, starts_ptr, made_ptr, latent_ptr, totals_ptr, places, rows, stride,
+    C: tl.constexpr, R: tl.constexpr, CB: tl.constexpr, RB: tl.constexpr, TB: tl.constexpr, PB: tl.constexpr,
+):  # fmt: skip
+    m, n = tl.program_id(0), tl.program_id(1)
+    first, taps = tl.load(starts_ptr + 2 * m), tl.load(starts_ptr + 2 * m + 1)
+    t, c, r = tl.arange(0, TB), tl.arange(0, CB), tl.arange(0, RB)
+    t_ok, c_ok, r_ok = t < taps, c < C, r < R
+    kind = x_ptr.dtype.element_ty
+    x_ptr += n.to(tl.int64) * places * C
+    compressed_ptr += n.to(tl.int64) * places * stride + m * R
+    score = _tile(score_ptr, first + t, c, t_ok, c_ok, C)
+    largest = tl.full((TB,), -1e30, dtype=tl.float32)
+    total = tl.zeros((TB,), dtype=tl.float32)
+    latent = tl.zeros((TB, RB), dtype=tl.float32)
+    for start in range(0, places, PB):
+        p = start + tl.arange(0, PB)
+        x = _tile(x_ptr, p, c, p < places, c_ok, C)
+        logits = tl.where((p < places)[None, :], _dot(score, tl.trans(x)), -1e30)
+        # One-pass (online) softmax: the sums so far are rescaled whenever a larger logit appears.
+        larger = tl.maximum(largest, tl.max(logits, 1))
+        scale = tl.exp(largest - larger)
+        weights = tl.exp(logits - larger[:, None])
+        total = total * scale + tl.sum(weights, 1)
+        values = _tile(compressed_ptr, p, r, p < places, r_ok, stride)
+        latent = latent * scale[:, None] + _dot(weights.to(kind), values)
+        largest = larger
+    latent = latent / total[:, None]
+    row = n * rows + first + t
+    tl.store(latent_ptr + row[:, None] * R + r[None, :], latent, mask=t_ok[:, None] & r_ok[None, :])
+    tl.store(totals_ptr + row, largest + tl.log(total), mask=t_ok)
+    decode = _tile(decode_ptr + m * C * R, c, r, c_ok, r_ok, R)
+    made = tl.where(t_ok[:, None], _dot(latent.to(kind), tl.trans(decode)), -1e30)
+    made = tl.exp(made - tl.max(made, 0)[None, :])
+    made = made / tl.sum(made, 0)[None, :]
+    tl.store(made_ptr + row[:, None] * C + c[None, :], made, mask=t_ok[:, None] & c_ok[None, :])
+
+
+@triton.jit(do_not_specialize=["places", "rows", "stride", "modules"])
+def _backward(
+    x_ptr, compressed_ptr, score_ptr, decode_ptr, starts_ptr, made_ptr, latent_ptr, totals_ptr, dmade_ptr,
+    dx_ptr, dcompressed_ptr, dscore_ptr, ddecode_ptr, places, rows, stride, modules,
+    C: tl.constexpr, R: tl.constexpr, CB: tl.constexpr, RB: tl.constexpr, TB: tl.constexpr, PB: tl.constexpr,
+    WEIGHTS: tl.constexpr,
+):  # fmt: skip
+    block, n = tl.program_id(0), tl.program_id(1)
+    t, c, r = tl.arange(0, TB), tl.arange(0, CB), tl.arange(0, RB)
+    c_ok, r_ok = c < C, r < R
+    p = block * PB + tl.arange(0, PB)
+    p_ok = p < places
+    kind = x_ptr.dtype.element_ty
+    x_ptr += n.to(tl.int64) * places * C
+    dx_ptr += n.to(tl.int64) * places * C
+    compressed_ptr += n.to(tl.int64) * places * stride
+    dcompressed_ptr += n.to(tl.int64) * places * (modules * R)
+    dscore_ptr += (n * tl.num_programs(0) + block).to(tl.int64) * rows * C
+    x = _tile(x_ptr, p, c, p_ok, c_ok, C)
+    dx = tl.zeros((CB, PB), dtype=tl.float32)
+    for m in range(modules):
+        first, taps = tl.load(starts_ptr + 2 * m), tl.load(starts_ptr + 2 * m + 1)
+        t_ok = t < taps
+        row = n * rows + first + t
+        made = _tile(made_ptr, row, c, t_ok, c_ok, C)
+        dmade = _tile(dmade_ptr, row, c, t_ok, c_ok, C).to(tl.float32)
+        dtaps = (made * (dmade - tl.sum(made * dmade, 0)[None, :])).to(kind)  # behind W3
+        latent = _tile(latent_ptr, row, r, t_ok, r_ok, R)
+        decode = _tile(decode_ptr + m * C * R, c, r, c_ok, r_ok, R)
+        dlatent = _dot(dtaps, decode)
+        if WEIGHTS:
+            found = _dot(tl.trans(latent.to(kind)), dtaps)  # [RB, CB], the same in all blocks
+            to = ddecode_ptr + ((n * modules + m) * R + r[:, None]) * C + c[None, :]
+            tl.store(to, found, mask=r_ok[:, None] & c_ok[None, :] & (block == 0))
+        mean = tl.sum(dlatent * latent, 1)
+        low = dlatent.to(kind)
+        score = _tile(score_ptr, first + t, c, t_ok, c_ok, C)
+        totals = tl.load(totals_ptr + row, mask=t_ok, other=0.0)
+        weights = tl.exp(_dot(score, tl.trans(x)) - totals[:, None])
+        weights = tl.where(t_ok[:, None] & p_ok[None, :], weights, 0.0)
+        values = _tile(compressed_ptr + m * R, p, r, p_ok, r_ok, stride)
+        slopes = (weights * (_dot(low, tl.trans(values)) - mean[:, None])).to(kind)  # of the logits
+        dvalues = _dot(tl.trans(low), weights.to(kind))  # [RB, PB]
+        to = dcompressed_ptr + p[None, :] * (modules * R) + m * R + r[:, None]
+        tl.store(to, dvalues.to(kind), mask=r_ok[:, None] & p_ok[None, :])
+        dx += _dot(tl.trans(score), slopes)
+        if WEIGHTS:
+            to = dscore_ptr + (first + t)[:, None] * C + c[None, :]
+            tl.store(to, _dot(slopes, x), mask=t_ok[:, None] & c_ok[None, :])
+    tl.store(dx_ptr + p[None, :] * C + c[:, None], dx.to(kind), mask=c_ok[:, None] & p_ok[None, :])
+
+
+def _sizes(x, compressed, taps):
+    c, r = x.shape[2], compressed.shape[2] // len(taps)
+    return {"C": c, "R": r, "CB": padded(c), "RB": padded(r), "TB": TAPS}
+
+
+def _places(x, sizes, largest):
+    """Positions of a tile, a power of two."""
+    return max(32, min(128, largest // (sizes["CB"] * x.element_size())))
+
+
+def dynamic_kernels(x, compressed, score, decode, taps):
+    """Kernels [n, Σ k², c], and tensors for the backward pass: z [n, Σ k², r] and the softmax statistics [n, Σ k²]."""
+    (n, places, c), rows = x.shape, sum(taps)
+    sizes = _sizes(x, compressed, taps)
+    made = x.new_empty((n, rows, c), dtype=torch.float32)
+    latent = x.new_empty((n, rows, sizes["R"]), dtype=torch.float32)
+    totals = x.new_empty((n, rows), dtype=torch.float32)
+    _forward[(len(taps), n)](
+        x, compressed, score, decode, table(starts(taps), x.device), made, latent, totals, places, rows,
+        compressed.stride(1), **sizes, PB=_places(x, sizes, 2 * DYNAMIC_TILE),
+    )  # fmt: skip
+    return made, latent, totals
+
+
+def dynamic_kernels_gradient(x, compressed, score, decode, taps, made, latent, totals, dmade, weights):
+    """The gradients of x, of the compressed map and of both weights; None for those not requested."""
+    (n, places, c), rows, modules = x.shape, sum(taps), len(taps)
+    sizes = _sizes(x, compressed, taps)
+    tile = _places(x, sizes, DYNAMIC_TILE)
+    blocks = triton.cdiv(places, tile)
+    dx, dcompressed = torch.empty_like(x), x.new_empty(compressed.shape)
+    dscore = made.new_empty((n * blocks, rows, c) if weights else 0)
+    ddecode = made.new_empty((n, modules, sizes["R"], c) if weights else 0)
+    _backward[(blocks, n)](
+        x, compressed, score, decode, table(starts(taps), x.device), made, latent, totals, dmade,
+        dx, dcompressed, dscore, ddecode, places, rows, compressed.stride(1), modules, **sizes, PB=tile,
+        WEIGHTS=weights, num_warps=2 if sizes["CB"] > 32 or sizes["RB"] > 32 else 4,
+    )  # fmt: skip
+    if not weights:
+        return dx, dcompressed, None, None
+    return dx, dcompressed, dscore.sum(0).to(score.dtype), ddecode.sum(0).transpose(1, 2).to(decode.dtype)
 
 
 @triton.jit
@@ -102,12 +257,12 @@ def _run(x, base, channel, spatial, kernels, dilation, places=None):
     return y
 
 
-def forward(x, channel, spatial, kernels, dilation):
+def calibrate(x, channel, spatial, kernels, dilation):
     """x [n, h, w, c]; returns a tensor of the same shape."""
     return _run(x, x, channel, spatial, kernels, dilation)
 
 
-def backward(x, channel, spatial, kernels, dilation, gradient):
+def calibrate_gradient(x, channel, spatial, kernels, dilation, gradient):
     """The gradients of x, of s [n, h·w] (undefined without spatial attention) and of all taps [n, k², c]."""
     n, h, w, c = x.shape
     size = kernels.shape[-1]

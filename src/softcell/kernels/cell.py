@@ -30,8 +30,8 @@ from softcell.kernels.norm import (
     weighted,
 )
 from softcell.kernels.pool import NONE, Leaving, Pool, average_pool, gather_gradient, pool
+from softcell.kernels.schedule import alongside, uses_second_stream
 from softcell.kernels.shared import SharedRows
-from softcell.kernels.streams import alongside, uses_second_stream
 from softcell.kernels.taps import (
     Group,
     apply_group,
@@ -270,7 +270,7 @@ class _MixedCell(torch.autograd.Function):
             if wave is not None and node == wave.sources[-1]:
                 inward = node < program.inputs
                 x, dx = (given, given_gradient) if inward else (buffer, gradient)
-                own = (wave, x, dx, buffer, gradient, moments, mix, factors, weights, winners, inward)
+                own = (wave, x, dx, buffer, gradient, moments, mix, factors, weights, winners)
                 _leave(*own, ctx.by_batch, shared, adds=not inward and node in given_grads)
             if mix_gradient is not None and node >= program.inputs:
                 terms = program.terms[node - program.inputs]
@@ -303,7 +303,6 @@ def _leave(
     factors: Tensor | None,
     weights: Tensor,
     winners: Tensor,
-    inward: bool,
     by_batch: bool,
     shared: SharedRows | None,
     *,

@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""Triton kernels of `compose`: one program per convolution and block of output channels, or per tap.
+"""Triton kernels of `taps.compose`: one program per convolution and block of output channels, or per tap.
 
 Products and sums are computed in float32, whatever the dtype of factors and gradients.
 """

@@ -4,6 +4,11 @@
 A program handles some rows (pixels) and a block of channels. A *view* locates a map: unit (multiples of rows ·
 c), column, distance of rows. Jobs are rows of small integer tables. ReLU(z), which windows read, is first written
 inside a border of zeros: a tap is then a load and a multiplication, with no mask, norm or ReLU.
+
+A program of `_stages` that processes one block loads weights for that block only. At 4 bytes each they are larger than
+the block itself from 65 channels on. The program also waits for its job, its loads, its product and its stores one
+after the other. The programs of `_point_tiles` loop over blocks of rows instead: weights are loaded once, and the loads
+of the next blocks are in flight while a block is multiplied and stored.
 """
 
 import triton
@@ -128,6 +133,47 @@ def _stages(
         to = partial_ptr + (tl.program_id(0) * measured + plane) * C + column + n
         tl.store(to, sums, mask=n_ok)
         tl.store(to + tl.num_programs(0) * measured * C, squares, mask=n_ok)
+
+
+@triton.jit(do_not_specialize=["rows", "programs", "measured"])
+def _point_tiles(
+    x_ptr, w_ptr, y_ptr, partial_ptr, jobs_ptr, rows, programs, x_size, y_size, measured, C: tl.constexpr,
+    PITCH: tl.constexpr, WEIGHTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr, STATS: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """`_stages` of depthwise results, dense [rows, PITCH], if a block holds all their channels."""
+    job = jobs_ptr + tl.program_id(1) * 5
+    source, matrix, unit = tl.load(job).to(tl.int64), tl.load(job + 1) * WEIGHTS, tl.load(job + 2).to(tl.int64)
+    plane, n = tl.load(job + 3), tl.load(job + 4) * 16 + tl.arange(0, BLOCK_N)
+    k = tl.arange(0, BLOCK_K)
+    n_ok = n < C
+    kind = y_ptr.dtype.element_ty
+    weight = tl.load(w_ptr + matrix + (n * C)[None, :] + k[:, None], mask=n_ok[None, :] & (k < C)[:, None], other=0.0)
+    weight = weight.to(kind)
+    m = tl.arange(0, BLOCK_M)
+    tiles = (rows + BLOCK_M - 1) // BLOCK_M
+    for tile in tl.range(tl.program_id(0), tiles, programs, num_stages=STAGES):
+        start = tile * BLOCK_M
+        m_ok = start + m < rows
+        if EVEN:
+            m_ok = m < BLOCK_M
+        at = x_ptr + source * x_size + start * PITCH + (m * PITCH)[:, None] + k[None, :]
+        x = tl.load(at, mask=m_ok[:, None] & (k < PITCH)[None, :], other=0.0)
+        total = tl.dot(x, weight, input_precision=PRECISION)
+        y = total.to(kind)
+        to = y_ptr + unit * y_size + start * C + (m * C)[:, None] + n[None, :]
+        tl.store(to, y, mask=m_ok[:, None] & n_ok[None, :])
+        if STATS:  # as in `_stages`
+            count = tl.minimum(rows - start, BLOCK_M)
+            one = tl.full((16, BLOCK_M), 1.0, dtype=kind)
+            if not EVEN:
+                one = tl.where(m_ok[None, :], one, 0.0).to(kind)
+            sums = tl.sum(tl.dot(one, y, input_precision=PRECISION), 0) / 16
+            centred = total - (sums / count)[None, :]
+            squares = tl.sum(tl.dot(one, (centred * centred).to(kind), input_precision=PRECISION), 0) / 16
+            place = partial_ptr + (tile * measured + plane) * C + n
+            tl.store(place, sums, mask=n_ok)
+            tl.store(place + tiles * measured * C, squares, mask=n_ok)
 
 
 @triton.jit(do_not_specialize=["rows", "samples", "planes", "distance"])

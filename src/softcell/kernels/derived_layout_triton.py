@@ -13,9 +13,8 @@ import triton
 
 from softcell.kernels.backend import padded, shared_memory
 from softcell.kernels.derived import NONE
-from softcell.kernels.derived_flat_triton import _activate_lines
 from softcell.kernels.derived_forward_triton import _activate
-from softcell.kernels.derived_lines_triton import _depthwise_lines
+from softcell.kernels.derived_lines_triton import _activate_lines, _depthwise_lines
 from softcell.kernels.schedule import Name
 
 

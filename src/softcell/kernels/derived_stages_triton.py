@@ -1,15 +1,21 @@
 # mypy: ignore-errors
-"""Launches the stages of `derived`: pixel by pixel, by lines, or with separate depthwise and matrix kernels."""
+"""Launches the stages of `derived` and the propagation of gradients back through their norms and matrices.
+
+Stages run pixel by pixel, by lines, or with separate depthwise and matrix kernels. Gradients are propagated block by
+block, or by programs that loop over rows.
+"""
 
 from dataclasses import replace
 
 import triton
 
 from softcell.kernels.backend import padded
-from softcell.kernels.derived_forward_triton import _stages
+from softcell.kernels.derived import NONE, consumers
+from softcell.kernels.derived_forward_triton import _point_tiles, _stages
+from softcell.kernels.derived_gradient_triton import _lower, _lower_tiles
 from softcell.kernels.derived_layout_triton import MULTIPROCESSORS, Pass, at_most, by_size, points, side_for
-from softcell.kernels.derived_lines_triton import _stage_lines
-from softcell.kernels.derived_tiles_triton import _point_tiles
+from softcell.kernels.derived_lines_triton import _pull_lines, _stage_lines
+from softcell.kernels.schedule import Name
 
 
 class Stages(Pass):
@@ -112,4 +118,121 @@ class Stages(Pass):
             EXTERNAL=external, STATS=partial is not None, PRODUCTS=bool(self.blocks.product_sums),
             EVEN=rows % self.tile == 0, PRECISION=self.precision, num_warps=8 if external else self.blocks.stage_warps,
             **at_most(0 if external else self.blocks.stage_registers),
+        )  # fmt: skip
+
+
+class Lowering(Pass):
+    """The part of a backward pass from gradients of planes to those of the inputs of their stages' matrices."""
+
+    def __init__(self, program, form, schedule):
+        super().__init__(program, form, schedule)
+        self.gradient = Name("buffer_gradient")
+        self.given_gradient = self.gradient if program.stride == 1 else Name("given_gradient")
+
+    def _pull_fields(self, plane, column=0):
+        """Where the gradient of a plane's value is read: at its node if it has one, otherwise where it was gathered."""
+        p = self.program
+        place = consumers(p).get(plane)
+        if place is None:
+            return *self.view(plane), NONE, self.unit(plane), plane, column // self.columns_unit
+        j, i = place
+        return *self.view(p.inputs + j), p.node_inputs[j][i].path, self.unit(plane), plane, column // self.columns_unit
+
+    def _lower_tiles(self, stages, lowered, dy, outside, x=None):
+        """Computes ∂y of stages and gradients of depthwise results; `outside` is the number of border pixels.
+
+        x: an input tensor, whose gradient is computed instead.
+        """
+        b, c, fan_in, external = self.blocks, self.c, stages[0].fan_in, x is not None
+        # With several blocks of channels, each of them would recompute ∂y.
+        pulled = external or c > b.tile_pulled
+        g, y, rows, size = self.gradient, self.buffer, self.rows, (self.out_height, self.out_width)
+        if external:
+            g, y, rows, size = self.given_gradient, self.given, self.rows_in, (self.height, self.width)
+        drops = self.form.drops and not external
+        if pulled:
+            self._pull(stages, g, y, dy, size, drops)
+        block_k = min(b.lower_columns if external else b.lower_inner, padded(fan_in)) if pulled else padded(c)
+        jobs = tuple(
+            (*self._pull_fields(s.plane), s.matrix // self.weights_unit, i, first // 16)
+            for i, s in enumerate(stages)
+            for first in range(0, fan_in, block_k)
+        )
+        aligned = (rows if external else size[0] * size[1]) % b.lower_rows == 0
+        aligned = aligned and (external or b.lower_rows % size[1] == 0)
+        programs = min(triton.cdiv(rows, b.lower_rows), max(1, MULTIPROCESSORS * b.tile_programs // len(jobs)))
+        self.schedule.launch(
+            _lower_tiles, (programs + triton.cdiv(outside, b.lower_rows), len(jobs)), g, y, self.parameters,
+            self._scales(), self.slopes, x or y, lowered.tensor, dy, self.schedule.table(jobs), rows, programs, self.n,
+            size=self._plane_size(y), planes=self.program.planes, HEIGHT=size[0], WIDTH=size[1], BORDER=lowered.border,
+            to_size=lowered.size, dy_size=rows * self.pitch, C=c, FAN_IN=fan_in,
+            PITCH=fan_in if external else self.pitch, DY_PITCH=self.pitch, EXTERNAL=external, WEIGHTS=self.weights_unit,
+            BLOCK_M=b.lower_rows, BLOCK_N=padded(c), BLOCK_K=block_k, STAGES=b.tile_stages, PULLED=pulled,
+            ALIGNED=aligned, DROPS=drops, PRECISION=self.precision, num_warps=b.lower_warps,
+            **at_most(b.tile_registers),
+        )  # fmt: skip
+
+    def _lower(self, stages, lowered, dy, outside):
+        """`_lower_tiles` of inner stages, with a program for each block of rows and channels."""
+        p, c, border, block = self.program, self.c, lowered.border, self.blocks.lower_rows
+        block_k = min(self.blocks.lower_inner, padded(c))
+        apart = self._pull_dense(
+            stages, self.gradient, self.buffer, dy, (self.out_height, self.out_width), self.form.drops
+        )
+        jobs = tuple(
+            (*self._pull_fields(s.plane, s.column), s.matrix // self.weights_unit, s.width // self.columns_unit, i,
+             first // 16, border)
+            for i, s in enumerate(stages)
+            for first in range(0, s.fan_in, block_k)
+        )  # fmt: skip
+        self.schedule.launch(
+            _lower, (triton.cdiv(self.rows, block) + triton.cdiv(outside, block), len(jobs)), self.gradient,
+            self.buffer, self.parameters, self._scales(), self.slopes, lowered.tensor, lowered.tensor, dy,
+            self.schedule.table(jobs), self.rows, size=self.rows * c, planes=p.planes, HEIGHT=0, WIDTH=0,
+            OUT_HEIGHT=self.out_height, OUT_WIDTH=self.out_width, BORDER=border, to_size=lowered.size,
+            dy_size=self.rows * self.pitch, C=c, FAN_IN=c, PITCH=self.pitch, DY_PITCH=self.pitch,
+            WEIGHTS=self.weights_unit, COLUMNS=self.columns_unit, STRIDE=1, BLOCK_M=block, BLOCK_K=block_k,
+            EXTERNAL=False, PRECISION=self.precision, num_warps=self.blocks.lower_warps, **apart,
+            **at_most(self.blocks.lower_registers), **self._drops(),
+        )  # fmt: skip
+
+    def _lower_input(self, number, stages, to, dy):
+        """Computes ∂y of stages, and the gradient of the input tensor that they read."""
+        p, c, shape, stride = self.program, self.c, self.form.shapes[number], stages[0].stride
+        block_k = min(self.blocks.lower_columns, padded(stages[0].fan_in))
+        jobs = tuple(
+            (*self._pull_fields(s.plane, s.column), s.matrix // self.weights_unit, s.width // self.columns_unit, i,
+             first // 16, -s.padding)
+            for i, s in enumerate(stages)
+            for first in range(0, s.fan_in, block_k)
+        )  # fmt: skip
+        fan_in, block = stages[0].fan_in, self.blocks.lower_rows
+        apart = self._pull_dense(stages, self.given_gradient, self.given, dy, (self.height, self.width), False)
+        self.schedule.launch(
+            _lower, (triton.cdiv(self.rows_in, block), len(jobs)), self.given_gradient, self.given, self.parameters,
+            self._scales(), self.slopes, self.inputs[number], to, dy, self.schedule.table(jobs), self.rows_in,
+            self.height * self.width, self.n, self._plane_size(self.given), p.planes, shape[1], shape[2],
+            self.height, self.width, 0, 0, self.rows_in * self.pitch, C=c, FAN_IN=fan_in, PITCH=fan_in,
+            DY_PITCH=self.pitch, WEIGHTS=self.weights_unit, COLUMNS=self.columns_unit, STRIDE=stride, BLOCK_M=block,
+            BLOCK_K=block_k, DROPS=False, EXTERNAL=True, PRECISION=self.precision,
+            num_warps=self.blocks.lower_warps, **apart, **at_most(self.blocks.lower_registers),
+        )  # fmt: skip
+
+    def _pull_dense(self, stages, gradient, y, dy, size, drops):
+        """Writes ∂y of stages before `_lower` if `lower_apart` is set; returns its extra arguments."""
+        c, b = self.c, self.blocks
+        depth = min(b.lower_pulled if b.lower_apart else b.lower_depth, padded(c))
+        known = {"PULLED": bool(b.lower_apart), "WHOLE": self.columns_unit == c, "BLOCK_N": depth}
+        if not b.lower_apart:
+            return known | {"num_stages": 1}
+        self._pull(stages, gradient, y, dy, size, drops)
+        return known | {"num_stages": 1 if depth >= c else b.lower_stages}
+
+    def _pull(self, stages, gradient, y, dy, size, drops):
+        """Launches the kernel that writes ∂y of stages."""
+        self.schedule.launch(
+            _pull_lines, self.flat_grid(self.n * size[0], len(stages), size[1] * self.pitch), gradient, y,
+            self._scales(), self.slopes, dy, self.schedule.table(tuple(self._pull_fields(s.plane) for s in stages)),
+            self.n, *size, self._plane_size(y), self.program.planes, size[0] * size[1] * self.n * self.pitch, C=self.c,
+            PITCH=self.pitch, DROPS=drops, **self._flat(),
         )  # fmt: skip

@@ -19,8 +19,7 @@ from softcell.kernels.derived_layout_triton import (
     overridden,
 )
 from softcell.kernels.derived_lines_triton import _gather_lines
-from softcell.kernels.derived_lower_triton import Lowering
-from softcell.kernels.derived_stages_triton import Stages
+from softcell.kernels.derived_stages_triton import Lowering, Stages
 from softcell.kernels.derived_sums_triton import _known_moments, arrival_sums, finish_slopes, measure
 from softcell.kernels.derived_weights_triton import WeightGradients
 from softcell.kernels.schedule import Name, Schedule

@@ -6,12 +6,14 @@ and keeps every product. Here only the inputs are kept, and only if the weights 
 `product` multiplies many rows by several small matrices at once. The gradient of a small weight reduces tens of
 thousands of rows to a small matrix. For batched products, libraries use one thread block per matrix, which took a third
 of an IT-NAS step on an H200. Here the rows are split into parts, each a separate product, and the parts are summed.
+
+`scores_by_position` and `diagonal_blocks` are parts of the products of dynamic kernels (`softcell.nn.calibrate`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -163,3 +165,74 @@ def product(x: Tensor, weight: Tensor, added: Tensor | None = None) -> Tensor:
     """
     assert x.dtype == weight.dtype, f"rows and weights must be of one type, but are {x.dtype} and {weight.dtype}"
     return _Product.apply(x, weight, added)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def scores_by_position(rows: Tensor, weight: Tensor) -> Tensor:
+    """rows [n, h·w, c] and weight [s, c] to [n, s, h·w]: contiguous for a softmax over h·w."""
+    return _Scored.apply(rows, weight)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _Scored(torch.autograd.Function):
+    """Plain autograd would give the rows a channel-by-channel gradient, which slows down everything that adds to it."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(rows, weight)
+        return torch.bmm(weight.expand(len(rows), -1, -1), rows.transpose(1, 2))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor | None]:
+        rows, weight = ctx.saved_tensors
+        back = torch.bmm(gradient.transpose(1, 2), weight.expand(len(rows), -1, -1))
+        # In architecture steps weights need no gradient.
+        return back, torch.bmm(gradient, rows).sum(0) if is_wanted(ctx, 1) else None
+
+
+Sizes = tuple[tuple[int, int, int], ...]
+"""Count, rows and columns of blocks."""
+
+
+def diagonal_blocks(x: Tensor, sizes: Sizes) -> tuple[Tensor, ...]:
+    """Blocks on the diagonal of x [n, Σ count · rows, Σ count · columns]: per size [count, n · columns, rows]."""
+    result: tuple[Tensor, ...] = _Blocks.apply(x, sizes)  # type: ignore[no-untyped-call]
+    return result
+
+
+def _diagonal(x: Tensor, sizes: Sizes) -> Iterator[Tensor]:
+    """The blocks that `diagonal_blocks` returns, as views [count, n, columns, rows]."""
+    row = column = 0
+    for count, rows, columns in sizes:
+        square = x[:, row : row + count * rows, column : column + count * columns]
+        square = square.view(len(x), count, rows, count, columns)
+        yield square.diagonal(dim1=1, dim2=3).permute(3, 0, 2, 1)
+        row, column = row + count * rows, column + count * columns
+
+
+class _Blocks(torch.autograd.Function):
+    """Plain autograd would fill a whole matrix of zeros for each view; here one is filled for all of them."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, sizes: Sizes) -> tuple[Tensor, ...]:
+        ctx.sizes, ctx.shape = sizes, x.shape
+        own = [block.clone(memory_format=torch.contiguous_format) for block in _diagonal(x, sizes)]
+        return tuple(block.flatten(1, 2) for block in own)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return _Placed.apply(ctx.shape, ctx.sizes, *gradients), None  # type: ignore[no-untyped-call]
+
+
+class _Placed(torch.autograd.Function):
+    """The reverse of `_Blocks`: puts blocks on the diagonal of a matrix of zeros."""
+
+    @staticmethod
+    def forward(ctx: Any, shape: torch.Size, sizes: Sizes, *blocks: Tensor) -> Tensor:
+        ctx.sizes = sizes
+        x = blocks[0].new_zeros(shape)
+        for place, block in zip(_diagonal(x, sizes), blocks, strict=True):
+            place.copy_(block.reshape(place.shape))
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return None, None, *diagonal_blocks(gradient, ctx.sizes)

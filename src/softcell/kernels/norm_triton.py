@@ -4,10 +4,9 @@
 import triton
 import triton.language as tl
 
-from softcell.kernels.backend import table
-from softcell.kernels.launch_triton import await_previous, launching
-from softcell.kernels.settings import current
+from softcell.kernels.backend import current_settings, table
 from softcell.kernels.taps import TILE
+from softcell.kernels.taps_triton import await_previous, launching
 
 UNROLL = 4
 
@@ -307,7 +306,7 @@ def _rows(settings, elements):
 
 
 def finish_moments(partial, rows, moments, planes, eps):
-    settings, own = _sizes(moments)[0], current()
+    settings, own = _sizes(moments)[0], current_settings()
     block = min(_rows(settings, own.moments_values), triton.next_power_of_2(partial.shape[1]))
     _finish_moments[(len(planes),)](
         partial,
@@ -368,8 +367,8 @@ def combine(buffer, moments, mix, factors, node, terms):
     block = _rows(settings, 1024)
     _combine[(triton.cdiv(rows, block),)](
         buffer, moments, mix, mix if factors is None else factors, table(tuple(listed), buffer.device), len(terms),
-        rows, planes=len(buffer), node=node, BLOCK=block, UNROLL=UNROLL, AHEAD=current().reads_ahead, num_warps=4,
-        BY_CHANNEL=mix.dim() == 2,
+        rows, planes=len(buffer), node=node, BLOCK=block, UNROLL=UNROLL, AHEAD=current_settings().reads_ahead,
+        num_warps=4, BY_CHANNEL=mix.dim() == 2,
         **settings,
         **_dropping(buffer, factors),
     )  # fmt: skip
@@ -388,7 +387,7 @@ def combine_gradient(buffer, gradient, moments, mix, factors, mix_gradient, node
         *((node, 0, 0, 1, choice) for choice in choices),
     )
     scales, drops = mix if factors is None else factors, _dropping(buffer, factors)
-    own = current()
+    own = current_settings()
     block = _rows(settings, own.sums_values)
     # Several programs per multiprocessor.
     splits = max(1, min(triton.cdiv(rows, block), own.splits, triton.cdiv(33 * own.splits, len(reduced))))

@@ -5,8 +5,8 @@ import triton
 import triton.language as tl
 
 from softcell.kernels.backend import table
-from softcell.kernels.launch_triton import await_previous, launching
 from softcell.kernels.taps import TILE
+from softcell.kernels.taps_triton import await_previous, launching
 
 
 @triton.jit(do_not_specialize=["rows", "height", "width", "out_height", "out_width", "planes"])

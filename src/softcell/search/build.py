@@ -84,7 +84,7 @@ def build_task(
         for name in _of_supernets(recipe):
             notify(f"`{name}` is ignored: {recipe.method} has no supernet")
         sampler = kind(layout, settings, recipe.seed)
-        budget = _budget_of_draws(recipe, space, dataset, notify)
+        budget = _budget_of_draws(recipe, dataset, notify)
         if isinstance(sampler, UntrainedSampler):
             if recipe.guide.teacher is not None:
                 notify(f"`guide` is ignored: {recipe.method} trains nothing")
@@ -230,9 +230,7 @@ def _resource_of(
     return penalty, budget
 
 
-def _budget_of_draws(
-    recipe: SearchRecipe, space: Space, dataset: Dataset, notify: Callable[[str], None]
-) -> Budget | None:
+def _budget_of_draws(recipe: SearchRecipe, dataset: Dataset, notify: Callable[[str], None]) -> Budget | None:
     """The budget that proposed architectures must meet. A penalty is rejected: a sampler has no gradient for it."""
     settings = recipe.resource
     if settings.preset != "none" or settings.weight is not None:

@@ -14,12 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from softcell.kernels.cell import Program, Wave, mixed_cell
-from softcell.kernels.compose import Kind, Recipe, compose, compose_gradient, flat_kernels
 from softcell.kernels.norm import Term
 from softcell.kernels.pool import NONE, Pool
+from softcell.kernels.schedule import backward_on_second_stream
 from softcell.kernels.shared import SharedRows, shares_norms
-from softcell.kernels.streams import backward_on_second_stream
-from softcell.kernels.taps import Group, Window
+from softcell.kernels.taps import Group, Kind, Recipe, Window, compose, compose_gradient, flat_kernels
 from softcell.nn.conv import AveragePool, DilatedConv, FactorisedReduction, ReLUConvBN, SeparableConv
 from softcell.nn.norm import required, update_running_by_plane
 from softcell.nn.stack import as_vector, parts_of

@@ -27,9 +27,8 @@ from torch import Tensor, nn
 from softcell.kernels.derived import NONE
 from softcell.kernels.norm import scaled
 from softcell.kernels.schedule import Schedule
-from softcell.nn.calibrate import Calibration, calibrated
+from softcell.nn.calibrate import Calibration, calibrated, run_calibrations
 from softcell.nn.conv import DilatedConv, FactorisedReduction, ReLUConvBN, SeparableConv, dense_gradient
-from softcell.nn.stack_calibrations import run_calibrations
 from softcell.nn.stochastic import DropPath
 from softcell.spaces._derived_plan import DerivedCell, DerivedPass, Pick, plan_derived
 from softcell.spaces._fused_plan import Norms, Unfit, pool_of

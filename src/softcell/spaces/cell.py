@@ -24,14 +24,16 @@ from softcell.nn.candidates import Spec
 from softcell.nn.norm import recomputed
 from softcell.nn.stack import run_alike, run_blocks
 from softcell.nn.stochastic import DropPath
-from softcell.spaces._affine_plan import AffineCell, plan_affine
 from softcell.spaces._derived_plan import DerivedCell, plan_derived
 from softcell.spaces._derived_plan import Pick as DerivedPick
 from softcell.spaces._executors import (
+    AffineCell,
     FusedForms,
     NodeExecutor,
-    NodeOutputForms,
-    NodeSumForms,
+    NodeForms,
+    plan_affine,
+    plan_outputs,
+    plan_sums,
     run_by_node,
     run_fused_cell,
 )
@@ -117,8 +119,8 @@ class MixedCell(nn.Module):
         self.partial = None if partial == 1 else PartialChannels(partial, wide=wide, narrow=self.spec)
         self._drop_path: list[DropPath] = []  # in a list: the supernet owns it
         self._fused_forms = FusedForms(self.live_entries, inputs, max(table.targets) + 1)
-        self.node_sums = NodeSumForms(self.live_features, self.spec.channels)
-        self.node_outputs = NodeOutputForms(self.live_features, self.spec.channels)
+        self.node_sums = NodeForms(plan_sums, self.live_features, self.spec.channels)
+        self.node_outputs = NodeForms(plan_outputs, self.live_features, self.spec.channels)
         self._targets: Set[int] = frozenset(table.targets)
         self._reached_by_all: Set[int] | None = None
 

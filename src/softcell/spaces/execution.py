@@ -4,7 +4,7 @@
     plan_modules   the modules that read one node      `_executors`
     plan_layer     a layer of a mixed chain            `cell`
     plan_network   cells of derived networks           `_derived_plan` (DARTS), `_segment_plan` (NOS),
-                                                       `_affine_plan` (NAS-Bench-201), `cell`
+                                                       `_executors` (NAS-Bench-201), `cell`
 
 Fused executors run through `softcell.kernels`, on a GPU with Triton. The plain path, module by module, is the twin that
 all others are compared with; `modules_only` selects it everywhere.
@@ -23,8 +23,8 @@ from torch import Tensor
 
 from softcell.arch import Mix, WeightMix
 from softcell.kernels.backend import has_triton
+from softcell.nn.calibrate import grouping_calibrations_pays
 from softcell.nn.stack import grouping_blocks_pays, stacking_pays
-from softcell.nn.stack_calibrations import grouping_calibrations_pays
 
 if TYPE_CHECKING:
     from softcell.spaces.cell import MixedCell

@@ -10,11 +10,19 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from softcell.nn import stack_calibrations
-from softcell.nn.calibrate import Calibration, ChannelAttention, DynamicKernel, SpatialAttention
+from softcell.nn import calibrate
+from softcell.nn.calibrate import (
+    LARGEST_ON_CPU,
+    Calibration,
+    ChannelAttention,
+    DynamicKernel,
+    SpatialAttention,
+    family,
+    grouping_calibrations_pays,
+    run_calibrations,
+)
 from softcell.nn.norm import BatchNorm2d
 from softcell.nn.stack import flat
-from softcell.nn.stack_calibrations import LARGEST, family, grouping_calibrations_pays, run_calibrations
 
 KINDS = {
     "channel": lambda c, stride, affine: ChannelAttention(c),
@@ -102,7 +110,7 @@ def test_kernels_made_as_on_a_gpu_match_the_modules(names: str, monkeypatch: pyt
         asked.append(taps)
         return True  # so that the twin of the kernels runs
 
-    monkeypatch.setattr(stack_calibrations, "fits", fits)
+    monkeypatch.setattr(calibrate, "fits", fits)
     x = image(2, 33, 5, 6)
     expected, found = (outcome(made(SETS[names], 33, affine=True), x, together) for together in (False, True))
     for a, b in zip(expected, found, strict=True):
@@ -195,9 +203,9 @@ def test_unknown_modules_and_modules_with_hooks_run_separately() -> None:
 
 
 def test_sizes_at_which_a_cpu_runs_them_together() -> None:
-    assert grouping_calibrations_pays(torch.zeros(LARGEST))
-    assert not grouping_calibrations_pays(torch.zeros(LARGEST + 1))
-    assert grouping_calibrations_pays(torch.zeros(LARGEST + 1, device="meta")), "elsewhere a launch costs more"
+    assert grouping_calibrations_pays(torch.zeros(LARGEST_ON_CPU))
+    assert not grouping_calibrations_pays(torch.zeros(LARGEST_ON_CPU + 1))
+    assert grouping_calibrations_pays(torch.zeros(LARGEST_ON_CPU + 1, device="meta")), "elsewhere a launch costs more"
 
 
 @pytest.mark.parametrize("given", [torch.float32, torch.bfloat16])
