@@ -88,15 +88,24 @@ class DerivedCell:
         return out
 
     def schedules(
-        self, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, device: torch.device, *, training: bool
+        self,
+        shapes: Sequence[tuple[int, ...]],
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        training: bool,
+        apart: bool = False,
     ) -> list[Schedule]:
-        """The launches of a training step, or of a pass in evaluation mode, for inputs [n, c_i, h_i, w_i]."""
+        """The launches of a training step, or of a pass in evaluation mode, for inputs [n, c_i, h_i, w_i].
+
+        apart: nodes are returned separately, by `DerivedPass.run_nodes`.
+        """
         kernels, program = triton_kernels("derived"), self.program
         rows_last = tuple((n, height, width, c) for n, c, height, width in shapes)
         size = sum(w.numel() for w in self.parameters())
         drops = training and self.drop_path.probability > 0.0 and program.paths > 0
         known = not training and bool(self.norms)
-        form = Form.of(dtype, rows_last, size, known=known, drops=drops, shared=shares_norms())
+        form = Form.of(dtype, rows_last, size, known=known, drops=drops, shared=shares_norms(), apart=apart)
         found = [kernels.forward_schedule(program, form, device)]
         return [*found, kernels.backward_schedule(program, form, device)] if training else found
 

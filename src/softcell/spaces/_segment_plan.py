@@ -138,7 +138,7 @@ class SegmentedCell:
             if level.segment is not None and level.segment.cell is not None:
                 program = level.segment.cell.program
                 own = [(n, program.channels, height, width)] * program.inputs if program.is_raw else shapes
-                found += level.segment.cell.schedules(own, dtype, device, training=training)
+                found += level.segment.cell.schedules(own, dtype, device, training=training, apart=True)
             if number == 0:  # operations that leave the inputs stride, in programs and in modules
                 height, width = -(-height // self.stride), -(-width // self.stride)
         return found
@@ -189,7 +189,7 @@ class _Run:
         self._known.update(zip(segment.writes, nodes, strict=True))
 
     def _of(self, key: Key) -> Tensor:
-        """A map in the layout that is fastest for modules; nodes of a program share a buffer."""
+        """A map in the layout that is fastest for modules, which a node of a program has anyway."""
         if key not in self._dense:
             self._dense[key] = self._known[key].contiguous(memory_format=torch.channels_last)
         return self._dense[key]
