@@ -28,7 +28,7 @@ from softcell.evaluate import resolve
 from softcell.kernels import dynamic
 from softcell.kernels.schedule import Launch
 from softcell.nn import conv, stack_calibrations
-from softcell.spaces import Network, _segment_plan, base, build_space, darts
+from softcell.spaces import Network, base, build_space, darts
 from softcell.spaces.execution import fused_networks, modules_only
 
 
@@ -113,7 +113,7 @@ def _as_fused(counter: _Counter) -> Iterator[None]:
             stack.enter_context(entered)
         for module in (dynamic, stack_calibrations):
             stack.enter_context(patch.object(module, "fits", fits))
-        for module in (conv, base, darts, _segment_plan):
+        for module in (conv, base, darts):
             stack.enter_context(patch.object(module, "dense_gradient", _dense_gradient))
         yield
 

@@ -6,6 +6,7 @@ The kernels are replaced by their twin (`tests.helpers.twin_kernels`), so that t
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -14,7 +15,8 @@ from torch import Tensor, nn
 
 from benchmarks.training_launches import launches
 from softcell.arch import notation, sample
-from softcell.kernels.derived import derived_nodes
+from softcell.kernels.derived import derived_cell, derived_cell_reference, derived_nodes
+from softcell.nn.conv import concatenated
 from softcell.nn.stochastic import fixed_noise
 from softcell.spaces import Network, build_space
 from softcell.spaces.execution import fused_networks, modules_only
@@ -95,25 +97,84 @@ def test_nodes_of_a_part_have_no_gaps() -> None:
     assert all(node.is_contiguous(memory_format=torch.channels_last) for node in nodes)
 
 
-def counted(space: str) -> tuple[dict[str, int], dict[str, int]]:
+def counted(space: str) -> tuple[Counter[str], Counter[str]]:
     """Operations of a training step by name, and those of them on maps with gaps."""
     torch.manual_seed(0)
     genotype = notation.parse(DARTS_V2) if space == "darts" else None
     built = build_space(space, {"cells": 4, "channels": 16})
     genotype = sample(built.layout(), 0) if genotype is None else genotype
     found = launches(built.network(genotype, (3, 32, 32), 10, auxiliary=True), 32, fused=True)
-    every, gaps = ({name.removeprefix("aten.").split(".")[0]: n for name, n in own.items() if n} for own in found)
-    return every, gaps
+    every, gaps = Counter[str](), Counter[str]()
+    for total, own in zip((every, gaps), found, strict=True):
+        for name, count in own.items():
+            total[name.removeprefix("aten.").split(".")[0]] += count
+    return every, +gaps
 
 
 def test_copies_of_a_step_of_nos() -> None:
     """Two normal cells and two reduction cells. A calibration that reads a node of a program copies nothing."""
     every, gaps = counted("nos")
-    assert gaps == {"clone": 9, "mul": 16, "add": 9, "copy_": 6, "div": 7}
-    assert (every["clone"], every["copy_"], every["_foreach_copy_"]) == (16, 8, 40)
+    # Two of the gradients that are added have gaps because they are those of one mean.
+    assert gaps == {"mul": 16, "add": 10, "div": 7, "copy_": 1, "clone": 1}
+    assert (every["add"], every["clone"], every["copy_"], every["_foreach_copy_"]) == (45, 8, 3, 40)
 
 
 def test_copies_of_a_step_of_darts() -> None:
+    """Outputs of cells have two readers, but for the last one."""
     every, gaps = counted("darts")
     assert gaps == {"clone": 1, "div": 1}, "the gradient of the mean over pixels"
-    assert (every["add"], every["copy_"], every["_foreach_copy_"]) == (6, 2, 8)
+    assert (every["add"], every["copy_"], every["_foreach_copy_"]) == (6, 2, 5)
+
+
+@pytest.fixture
+def cell() -> tuple[Any, list[Tensor], Tensor]:
+    """A program of a whole cell, its inputs and its parameters, which need gradients."""
+    own = Segmented("only features", 4).train()
+    states = [x.requires_grad_() for x in inputs_of(own, 3, (6, 5))]
+    program = own.form().programs[0]
+    return program.program, states, program.flat_parameters().detach().requires_grad_()
+
+
+@pytest.mark.parametrize("arrived", [(0,), (2,), (0, 1), (0, 1, 2)])
+def test_gradients_of_readers_are_added(arrived: tuple[int, ...], cell: Any, nan_memory: None) -> None:
+    """arrived: which of three readers give a gradient; of any layout."""
+    program, states, parameters = cell
+    *outs, _ = derived_cell(program, torch.float64, parameters, None, None, *states, readers=3)
+    [own, _] = derived_cell_reference(program, torch.float64, parameters, None, None, *states)
+    assert len({out.data_ptr() for out in outs}) == 1, "the same memory"
+    pulls = [torch.randn_like(own), torch.randn_like(own).contiguous(), torch.randn_like(own)[:1].expand_as(own)]
+    given = [*states, parameters]
+    mine = torch.autograd.grad([outs[i] for i in arrived], given, [pulls[i] for i in arrived])
+    theirs = torch.autograd.grad(own, given, sum(pulls[i] for i in arrived))
+    for a, b in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("arrived", [(0,), (1,), (0, 1), (0, 1, 2)])
+@pytest.mark.parametrize("again", [False, True])
+def test_concatenated_maps_get_the_sum_of_the_gradients_of_readers(arrived: tuple[int, ...], again: bool) -> None:
+    """again: with second derivatives. One map is frozen."""
+    maps = [torch.randn(2, 3, 4, 5).double().to(memory_format=torch.channels_last) for _ in range(3)]
+    wanted = [x.requires_grad_() for x in maps[:2]]
+    outs = concatenated(maps, 3)
+    plain = torch.cat(maps, 1)
+    assert all(torch.equal(out, plain) and out.is_contiguous(memory_format=torch.channels_last) for out in outs)
+    pulls = [torch.randn_like(plain).requires_grad_(), torch.randn(2, 9, 4, 5).double(), torch.randn(9, 1, 1).double()]
+    pulls[2] = pulls[2].expand_as(plain)
+    options: dict[str, Any] = {"create_graph": again}
+    mine = torch.autograd.grad([outs[i] for i in arrived], wanted, [pulls[i] for i in arrived], **options)
+    theirs = torch.autograd.grad(plain, wanted, sum(pulls[i] for i in arrived), **options)
+    for a, b in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(a, b)
+        assert again or a.is_contiguous(memory_format=torch.channels_last)
+    if again and 0 in arrived:
+        (twice,) = torch.autograd.grad(mine[0].square().sum(), pulls[0])
+        torch.testing.assert_close(twice[:, :3], 2 * mine[0])
+
+
+def test_concatenated_maps_without_gradients_are_one_tensor() -> None:
+    maps = [torch.randn(2, 3, 4, 5).requires_grad_() for _ in range(2)]
+    with torch.no_grad():
+        first, second = concatenated(maps, 2)
+    assert first is second and not first.requires_grad
+    assert not concatenated([x.detach() for x in maps], 1)[0].requires_grad

@@ -23,6 +23,7 @@ import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
+from itertools import islice
 from typing import Any
 
 import torch
@@ -200,18 +201,21 @@ def derived_cell(
     factors: Tensor | None,
     *states: Tensor,
     shared: bool = False,
-) -> tuple[Tensor, Tensor]:
+    readers: int = 1,
+) -> tuple[Tensor, ...]:
     """The concatenated nodes [n, nodes · c, h', w'], channels-last, and the planes' statistics [3, planes, c].
 
     dtype: of stored maps; sums are float32. parameters [size] float32, flat; running [2, planes, c]: mean and variance
     to normalise with, or None to use batch statistics; factors [paths, n] float32 or None; states: the input tensors
     [n, c_i, h_i, w_i]. Statistics are mean, 1/√(variance + eps) and unbiased variance (as stored in running
     statistics), without gradient. shared: batch statistics cover the rows of all ranks and are merged by one collective
-    per norm group, forward and backward.
+    per norm group, forward and backward. readers: how often the nodes are returned, each time as the same memory. If
+    each reader gets its own, the backward pass adds their gradients where they belong; autograd would add them up
+    elsewhere, and the sum would then be copied.
     """
-    given = (program, dtype, shared, False, parameters, running, factors, *states)
-    out, moments = _DerivedCell.apply(*given)  # type: ignore[no-untyped-call]
-    return out, moments
+    given = (program, dtype, shared, False, (readers,), parameters, running, factors, *states)
+    found: tuple[Tensor, ...] = _DerivedCell.apply(*given)  # type: ignore[no-untyped-call]
+    return found
 
 
 def derived_nodes(
@@ -227,7 +231,7 @@ def derived_nodes(
 
     Node gradients are copied once. Slicing a concatenated output instead would first assemble them into one tensor.
     """
-    given = (program, dtype, shared, True, parameters, running, factors, *states)
+    given = (program, dtype, shared, True, (1,) * program.nodes, parameters, running, factors, *states)
     *nodes, moments = _DerivedCell.apply(*given)  # type: ignore[no-untyped-call]
     return nodes, moments
 
@@ -254,7 +258,8 @@ def derived_cell_reference(
     factors: Tensor | None,
     *states: Tensor,
     shared: bool = False,
-) -> tuple[Tensor, Tensor]:
+    readers: int = 1,
+) -> tuple[Tensor, ...]:
     """The plain twin of `derived_cell`, by autograd; differentiable any number of times."""
     c = program.channels
     norms = {norm.plane: norm for norm in program.norms}
@@ -324,7 +329,7 @@ def derived_cell_reference(
         run(found.second)
         normalise(found.measured_second)
     out = torch.cat([values[plane] for plane in program.node_planes], 1)
-    return out.contiguous(memory_format=torch.channels_last), moments
+    return *[out.contiguous(memory_format=torch.channels_last)] * readers, moments
 
 
 def _apply(stage: Stage, x: Tensor, parameters: Tensor) -> Tensor:
@@ -355,6 +360,7 @@ class _DerivedCell(torch.autograd.Function):
         dtype: torch.dtype,
         shared: bool,
         apart: bool,
+        readers: tuple[int, ...],
         parameters: Tensor,
         running: Tensor | None,
         factors: Tensor | None,
@@ -368,7 +374,7 @@ class _DerivedCell(torch.autograd.Function):
         tensors = _named(parameters, running, factors, [] if is_raw else inputs)
         tensors |= {f"input{i}": x for i, x in enumerate(inputs) if is_raw}
         triton_kernels("derived").forward_schedule(program, form, parameters.device).run(tensors)
-        ctx.program, ctx.form = program, form
+        ctx.program, ctx.form, ctx.readers = program, form, readers
         ctx.kept = [name for name in _KEPT if name in tensors]
         kept = [tensors[name] for name in ctx.kept]
         ctx.shapes = shapes
@@ -377,7 +383,8 @@ class _DerivedCell(torch.autograd.Function):
         # The state begins with mean, 1/√(variance + eps) and variance (`Forward.begin`).
         moments = tensors["state"].view(-1, program.planes, program.channels)[:3]
         ctx.mark_non_differentiable(moments)
-        return *(x.permute(0, 3, 1, 2) for x in _outputs_in(tensors["buffer"], program, form)), moments
+        outputs = zip(_outputs_in(tensors["buffer"], program, form), readers, strict=True)
+        return *(x.permute(0, 3, 1, 2) for x, count in outputs for _ in range(count)), moments
 
     @staticmethod
     def backward(ctx: Any, *arrived: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -387,7 +394,7 @@ class _DerivedCell(torch.autograd.Function):
         kept = kept[len(inputs) :]
         gradients = arrived[:-1]  # the last one belongs to the statistics
         if all(gradient is None for gradient in gradients):
-            return (None,) * (7 + program.inputs)
+            return (None,) * (8 + program.inputs)
         if torch.is_grad_enabled():
             raise NotImplementedError("a fused derived cell has no second derivative; run it within `modules_only`")
         tensors = _named(parameters, running, factors, inputs)
@@ -396,11 +403,12 @@ class _DerivedCell(torch.autograd.Function):
             f"{name}_gradient": torch.empty_like(tensors[name]) for name in ("buffer", "given") if name in tensors
         }
         places = _outputs_in(tensors["buffer_gradient"], program, ctx.form)
-        _fill(places, [None if one is None else one.permute(0, 2, 3, 1) for one in gradients])
+        each = iter(gradients)
+        _fill(places, [[one.permute(0, 2, 3, 1) for one in islice(each, n) if one is not None] for n in ctx.readers])
         triton_kernels("derived").backward_schedule(program, ctx.form, parameters.device).run(tensors)
         own = (tensors[f"input{i}_gradient"][: math.prod(of)].view(of) for i, of in enumerate(ctx.shapes))
         states = (x.permute(0, 3, 1, 2) for x in own)
-        return None, None, None, None, tensors["parameter_gradient"], None, None, *states
+        return None, None, None, None, None, tensors["parameter_gradient"], None, None, *states
 
 
 _KEPT = ("given", "buffer", "state", "winners", "depths", "depthwise")
@@ -429,13 +437,18 @@ def _outputs_in(buffer: Tensor, program: Derived, form: Form) -> tuple[Tensor, .
     return (found.view(*shape[:3], program.nodes * program.channels),)
 
 
-def _fill(places: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
-    """Copies gradients into maps without gaps; where none arrived, the gradient is zero."""
-    known = [(to, one) for to, one in zip(places, gradients, strict=True) if one is not None]
-    absent = [to for to, one in zip(places, gradients, strict=True) if one is None]
+def _fill(places: Sequence[Tensor], gradients: Sequence[Sequence[Tensor]]) -> None:
+    """Writes the sum of each list of gradients into a map without gaps; the sum of none is zero."""
+    given = list(zip(places, gradients, strict=True))
+    absent = [to for to, own in given if not own]
     if absent:
         torch._foreach_zero_(absent)
-    copy_together(known)
+    copy_together([(to, own[0]) for to, own in given if len(own) == 1])
+    for to, own in given:
+        if len(own) > 1:
+            torch.add(own[0], own[1], out=to)
+            for one in own[2:]:
+                to.add_(one)
 
 
 def _rows_last(x: Tensor, dtype: torch.dtype) -> Tensor:

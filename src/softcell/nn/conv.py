@@ -8,6 +8,7 @@ share one computation.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
@@ -149,6 +150,46 @@ class _DenseGradient(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
         return gradient.contiguous(memory_format=torch.channels_last)
+
+
+def concatenated(maps: Sequence[Tensor], readers: int) -> list[Tensor]:
+    """Maps of one shape [n, c, h, w], concatenated along channels and channels-last, once for each reader.
+
+    All results are the same memory. Where autograd adds the gradients of readers and then slices the sum, which leaves
+    gaps, this adds and slices in one pass: the gradient of each map is dense and channels-last.
+    """
+    if not (torch.is_grad_enabled() and any(x.requires_grad for x in maps)):
+        return [torch.cat(list(maps), dim=1)] * readers
+    result: tuple[Tensor, ...] = _Concatenated.apply(readers, *maps)  # type: ignore[no-untyped-call]
+    return list(result)
+
+
+class _Concatenated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, readers: int, *maps: Tensor) -> tuple[Tensor, ...]:
+        ctx.count = len(maps)
+        ctx.set_materialize_grads(False)
+        out = torch.cat(maps, dim=1)
+        return tuple(out.view_as(out) for _ in range(readers))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        known = [gradient for gradient in gradients if gradient is not None]
+        if not known:
+            return (None,) * (1 + ctx.count)
+        if torch.is_grad_enabled():  # sums in place could not be differentiated once more
+            return None, *sum(known[1:], start=known[0]).chunk(ctx.count, dim=1)
+        n, channels, height, width = known[0].shape
+        parts = known[0].new_empty(ctx.count, n, height, width, channels // ctx.count)
+        to = parts.permute(1, 2, 3, 0, 4)
+        first, *others = (x.permute(0, 2, 3, 1).unflatten(3, (ctx.count, -1)) for x in known)
+        if others:
+            torch.add(first, others[0], out=to)
+        else:
+            to.copy_(first)
+        for other in others[1:]:
+            to.add_(other)
+        return None, *(part.permute(0, 3, 1, 2) for part in parts.unbind())
 
 
 def quarters(x: Tensor) -> Tensor:

@@ -83,7 +83,7 @@ class DerivedCell:
     def __call__(self, states: Sequence[Tensor]) -> Tensor:
         """Maps the cell's input tensors [n, c_i, h_i, w_i], not preprocessed, to its concatenated nodes."""
         alone = DerivedPass([self], states[-1])
-        out = alone.run(self, states)
+        [out] = alone.run(self, states)
         alone.finish()
         return out
 
@@ -146,15 +146,19 @@ class DerivedPass:
         """Drop-path's factors [paths, n] of a cell; None: nothing is dropped."""
         return self._factors.get(id(cell))
 
-    def run(self, cell: DerivedCell, states: Sequence[Tensor]) -> Tensor:
-        """Maps the cell's input tensors [n, c_i, h_i, w_i], not preprocessed, to its concatenated nodes."""
+    def run(self, cell: DerivedCell, states: Sequence[Tensor], readers: int = 1) -> list[Tensor]:
+        """Maps the cell's input tensors [n, c_i, h_i, w_i], not preprocessed, to its concatenated nodes.
+
+        readers: how often they are returned (`derived_cell`).
+        """
         dtype = compute_type(states[-1])
         with torch.autocast(states[-1].device.type, enabled=False):
             parameters, running, shared = self._given(cell, states[-1], dtype)
             factors = self.factors_of(cell)
-            out, moments = derived_cell(cell.program, dtype, parameters, running, factors, *states, shared=shared)
-        self._note(cell, moments, out.numel() <= out.shape[1] and not shared, out.shape)
-        return out
+            given = (cell.program, dtype, parameters, running, factors, *states)
+            *found, moments = derived_cell(*given, shared=shared, readers=readers)
+        self._note(cell, moments, found[0].numel() <= found[0].shape[1] and not shared, found[0].shape)
+        return found
 
     def run_nodes(self, cell: DerivedCell, states: Sequence[Tensor], factors: Tensor | None) -> list[Tensor]:
         """Runs a part of a cell: maps the input tensors of its program to its nodes, each [n, c, h, w].

@@ -28,7 +28,7 @@ from softcell.kernels.derived import NONE
 from softcell.kernels.norm import scaled
 from softcell.kernels.schedule import Schedule
 from softcell.nn.calibrate import Calibration, calibrated
-from softcell.nn.conv import DilatedConv, FactorisedReduction, ReLUConvBN, SeparableConv, dense_gradient
+from softcell.nn.conv import DilatedConv, FactorisedReduction, ReLUConvBN, SeparableConv
 from softcell.nn.stack_calibrations import run_calibrations
 from softcell.nn.stochastic import DropPath
 from softcell.spaces._derived_plan import DerivedCell, DerivedPass, Pick, plan_derived
@@ -157,22 +157,18 @@ class _Run:
             self._known[_node(i)] = module(states[i])
         self._dense: dict[Key, Tensor] = {}
         self._made: dict[int, dict[int, Tensor]] = {}  # by source, then by module
-        self._calibrated: set[int] = set()
 
     def values(self, outputs: Collection[int]) -> list[Tensor]:
         for level in self._cell.levels:
             for number, base, calibrations in level.blocks:
                 made = [(one.module, self._calibration(one)) for one in calibrations]
                 self._known[_node(number)] = calibrated(self._of(base), made)
-                self._calibrated.add(number)
             for one in level.outside:
                 output = one.module(self._of(_node(one.source)))
                 self._known["outside", one.number, 0] = self._dropped(output, one.row)
             if level.segment is not None:
                 self._run_segment(level.segment)
-        found = [self._known[_node(number)] for number in outputs]
-        # Programs copy their gradients in any case.
-        return [dense_gradient(x) if n in self._calibrated else x for n, x in zip(outputs, found, strict=True)]
+        return [self._known[_node(number)] for number in outputs]
 
     def _run_segment(self, segment: Segment) -> None:
         if segment is self._cell.levels[0].segment and not self._cell.preprocess:
