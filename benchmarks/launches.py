@@ -127,21 +127,30 @@ class _Calibrate:
 
     def __init__(self, counter: _Counter) -> None:
         self.forward = counter.as_kernel("calibrate", 1, self._forward)
-        self.backward = counter.as_kernel("calibrate_gradient", 2, self._backward)
+        self._of_kernels = counter.as_kernel("calibrate_gradient", 2, self._gradients)
+        self._of_one_tap = counter.as_kernel("calibrate_gradient", 3, self._gradients)  # its parts are added
+        self._of_attention = counter.as_kernel("calibrate_gradient", 1, self._gradients)
 
     def _forward(self, rows: Tensor, *more: Any) -> Tensor:
         return calibrate.calibrate_reference(rows.permute(0, 3, 1, 2), *more).permute(0, 2, 3, 1)
 
-    def _backward(
+    def backward(self, *given: Any) -> tuple[Tensor, Tensor, Tensor]:
+        kernels = given[3]
+        if kernels is None:
+            return self._of_attention(*given)  # type: ignore[no-any-return]
+        return (self._of_one_tap if kernels.shape[-1] == 1 else self._of_kernels)(*given)  # type: ignore[no-any-return]
+
+    def _gradients(
         self,
         rows: Tensor,
         channel: Tensor | None,
         spatial: Tensor | None,
-        kernels: Tensor,
+        kernels: Tensor | None,
         dilation: int,
         gradient: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        own, taps = (one.detach().requires_grad_() for one in (rows, kernels))
+        given = rows.new_zeros(len(rows), rows.shape[-1], 1, 1) if kernels is None else kernels
+        own, taps = (one.detach().requires_grad_() for one in (rows, given))
         seen = rows.new_zeros(len(rows), 1, *rows.shape[1:3]) if spatial is None else spatial.detach()
         seen.requires_grad_()
         with torch.enable_grad():

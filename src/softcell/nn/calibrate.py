@@ -129,8 +129,11 @@ class DynamicKernel(Calibration):
         return convolve(base, made, self.dilation)
 
 
-def calibrated(base: Tensor, made: Sequence[tuple[Calibration, Tensor]]) -> Tensor:
+def calibrated(base: Tensor, made: Sequence[tuple[Calibration, Tensor]], *, at_once: bool = False) -> Tensor:
     """base + base ⊙ A + Σ base ⊛ D (NOS, Eq 3), where each module applies its own result.
+
+    at_once: without kernels, attentions of base's dtype run in one pass too, where Triton serves; they are then
+    rounded once, not after every operation.
 
     base [n, c, h, w]. Both are linear in the results, so attentions are summed (A of Eq 2), and kernels of one
     dilation too, the smaller in the middle of the larger: this saves memory traffic and launches.
@@ -153,7 +156,8 @@ def calibrated(base: Tensor, made: Sequence[tuple[Calibration, Tensor]]) -> Tens
     others += [convolve(base, kernel, dilation) for dilation, kernel in more]
     channel, spatial = attentions.get(ChannelAttention), attentions.get(SpatialAttention)
     dilation, kernel = last
-    if kernel is None:
+    alike = all(one is None or one.dtype == base.dtype for one in (channel, spatial))
+    if kernel is None and not (at_once and alike):
         value = calibrate_reference(base, channel, spatial, None)
     else:
         value = calibrate(base, channel, spatial, kernel, dilation)

@@ -162,7 +162,7 @@ class _Run:
         for level in self._cell.levels:
             for number, base, calibrations in level.blocks:
                 made = [(one.module, self._calibration(one)) for one in calibrations]
-                self._known[_node(number)] = calibrated(self._of(base), made)
+                self._known[_node(number)] = calibrated(self._of(base), made, at_once=True)
             for one in level.outside:
                 output = one.module(self._of(_node(one.source)))
                 self._known["outside", one.number, 0] = self._dropped(output, one.row)
