@@ -79,7 +79,7 @@ def run_calibrations(modules: Iterable[nn.Module | None], x: Tensor, least: int 
     weights = _Weights([*stacks, *(stack for one in normed for stack in one.stacks())], dtype)
     made: dict[int, Tensor] = {}
     if channel:
-        mean = torch.mean(x, dim=(2, 3))
+        mean = _mean(x)
         for alike in channel:
             made |= _by_id(alike, _channel_attentions(alike, mean, weights))
     for one in normed:
@@ -101,6 +101,25 @@ class _Weights:
         _, c_in, size, _ = first.weight.shape
         shape = (-1, c_in) if size == 1 else (-1, size, size, c_in)
         return self._parts[id(first)].view(shape)
+
+
+def _mean(x: Tensor) -> Tensor:
+    """x [n, c, h, w] to [n, c]."""
+    return _Mean.apply(x)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _Mean(torch.autograd.Function):
+    """Plain autograd divides the gradient after it has expanded it: one more pass over a map, in the wrong layout."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.shape = x.shape
+        return torch.mean(x, dim=(2, 3))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        *_, height, width = ctx.shape
+        return (gradient / (height * width))[:, :, None, None].expand(ctx.shape)
 
 
 def _channel_attentions(modules: Sequence[ChannelAttention], mean: Tensor, weights: _Weights) -> Tensor:
