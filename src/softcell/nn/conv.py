@@ -155,11 +155,11 @@ class _DenseGradient(torch.autograd.Function):
 def concatenated(maps: Sequence[Tensor], readers: int) -> list[Tensor]:
     """Maps of one shape [n, c, h, w], concatenated along channels and channels-last, once for each reader.
 
-    All results are the same memory. Where autograd adds the gradients of readers and then slices the sum, which leaves
-    gaps, this adds and slices in one pass: the gradient of each map is dense and channels-last.
+    All results are the same memory. Where autograd slices the gradient, which leaves gaps, this copies all slices in
+    one pass: the gradient of each map is dense and channels-last.
     """
     if not (torch.is_grad_enabled() and any(x.requires_grad for x in maps)):
-        return [torch.cat(list(maps), dim=1)] * readers
+        return [_joined(maps)] * readers
     result: tuple[Tensor, ...] = _Concatenated.apply(readers, *maps)  # type: ignore[no-untyped-call]
     return list(result)
 
@@ -169,27 +169,43 @@ class _Concatenated(torch.autograd.Function):
     def forward(ctx: Any, readers: int, *maps: Tensor) -> tuple[Tensor, ...]:
         ctx.count = len(maps)
         ctx.set_materialize_grads(False)
-        out = torch.cat(maps, dim=1)
+        out = _joined(maps)
         return tuple(out.view_as(out) for _ in range(readers))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         known = [gradient for gradient in gradients if gradient is not None]
         if not known:
-            return (None,) * (1 + ctx.count)
-        if torch.is_grad_enabled():  # sums in place could not be differentiated once more
-            return None, *sum(known[1:], start=known[0]).chunk(ctx.count, dim=1)
-        n, channels, height, width = known[0].shape
-        parts = known[0].new_empty(ctx.count, n, height, width, channels // ctx.count)
-        to = parts.permute(1, 2, 3, 0, 4)
-        first, *others = (x.permute(0, 2, 3, 1).unflatten(3, (ctx.count, -1)) for x in known)
-        if others:
-            torch.add(first, others[0], out=to)
-        else:
-            to.copy_(first)
-        for other in others[1:]:
-            to.add_(other)
+            return (None,) * (1 + int(ctx.count))
+        total: Tensor = sum(known[1:], start=known[0])
+        if torch.is_grad_enabled():  # a copy in place could not be differentiated once more
+            return None, *torch.chunk(total, ctx.count, dim=1)
+        n, channels, height, width = total.shape
+        rows = total.permute(0, 2, 3, 1).view(n, height, width, ctx.count, -1)
+        parts = total.new_empty(ctx.count, n, height, width, channels // ctx.count)
+        to, of = _as_words((parts, rows)) or (parts, rows)
+        to.permute(1, 2, 3, 0, 4).copy_(of)
         return None, *(part.permute(0, 3, 1, 2) for part in parts.unbind())
+
+
+def _joined(maps: Sequence[Tensor]) -> Tensor:
+    """Maps [n, c, h, w] concatenated along channels, channels-last."""
+    rows = [x.permute(0, 2, 3, 1) for x in maps]
+    words = _as_words(rows)
+    out = torch.cat(rows, dim=3) if words is None else torch.cat(words, dim=3).view(maps[0].dtype)
+    return out.permute(0, 3, 1, 2)
+
+
+def _as_words(tensors: Sequence[Tensor]) -> list[Tensor] | None:
+    """The same memory as 64-bit words, if all tensors allow that: copies with gaps handle one element at a time."""
+    size, dtype = 8 // tensors[0].element_size(), tensors[0].dtype
+    fits = size > 0 and all(
+        x.dtype == dtype
+        and x.stride(-1) == 1
+        and not any(number % size for number in (x.shape[-1], x.storage_offset(), *x.stride()[:-1]))
+        for x in tensors
+    )
+    return [x.view(torch.int64) for x in tensors] if fits else None
 
 
 def quarters(x: Tensor) -> Tensor:

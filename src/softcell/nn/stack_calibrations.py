@@ -118,8 +118,9 @@ class _Mean(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        *_, height, width = ctx.shape
-        return (gradient / (height * width))[:, :, None, None].expand(ctx.shape)
+        n, c, height, width = ctx.shape
+        small: Tensor = gradient / (height * width)
+        return small[:, :, None, None].expand(n, c, height, width)
 
 
 def _channel_attentions(modules: Sequence[ChannelAttention], mean: Tensor, weights: _Weights) -> Tensor:

@@ -155,8 +155,9 @@ class DerivedPass:
         with torch.autocast(states[-1].device.type, enabled=False):
             parameters, running, shared = self._given(cell, states[-1], dtype)
             factors = self.factors_of(cell)
-            given = (cell.program, dtype, parameters, running, factors, *states)
-            *found, moments = derived_cell(*given, shared=shared, readers=readers)
+            *found, moments = derived_cell(
+                cell.program, dtype, parameters, running, factors, *states, shared=shared, readers=readers
+            )
         self._note(cell, moments, found[0].numel() <= found[0].shape[1] and not shared, found[0].shape)
         return found
 
