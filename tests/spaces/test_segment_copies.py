@@ -19,6 +19,7 @@ from softcell.arch import notation, sample
 from softcell.kernels.derived import derived_cell, derived_cell_reference, derived_nodes
 from softcell.nn.calibrate import ChannelAttention, SpatialAttention, calibrated
 from softcell.nn.conv import concatenated
+from softcell.nn.stack import flat
 from softcell.nn.stochastic import fixed_noise
 from softcell.spaces import Network, build_space
 from softcell.spaces.execution import fused_networks, modules_only
@@ -119,6 +120,7 @@ def test_copies_of_a_step_of_nos() -> None:
     # Each cell's gradient is divided into its nodes by one copy.
     assert gaps == {"add": 7, "copy_": 4, "div": 1, "clone": 1}
     assert (every["add"], every["clone"], every["copy_"], every["_foreach_copy_"]) == (37, 8, 6, 40)
+    assert every["_to_copy"] == 48, "gradients of weights of calibrations are converted while they are copied"
 
 
 def test_copies_of_a_step_of_darts() -> None:
@@ -218,3 +220,18 @@ def test_attentions_alone_are_applied_in_one_pass(channel: bool, spatial: bool, 
         assert wide.dtype == torch.float64 and counter.found.total() == 1 + backward, "more exact than the map"
     for a, b in zip(mine, theirs, strict=True):
         torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_gradients_of_flat_weights_are_converted_back(again: bool) -> None:
+    """again: with second derivatives."""
+    weights = [torch.randn(3, 2, 3, 3).to(memory_format=torch.channels_last), torch.randn(4, 3, 1, 1)]
+    weights = [w.requires_grad_() for w in weights]
+    found = []
+    for vector in (flat(weights, torch.bfloat16), flat(weights).bfloat16()):
+        gradients = torch.autograd.grad(vector.float().pow(3).sum(), weights, create_graph=again)
+        if again:
+            gradients += torch.autograd.grad(sum(x.square().sum() for x in gradients), weights)  # type: ignore[arg-type]
+        found.append((vector, *gradients))
+    for a, b in zip(*found, strict=True):
+        assert a.dtype == b.dtype and a.stride() == b.stride() and torch.equal(a, b)

@@ -91,8 +91,7 @@ class _Weights:
     """Stacked weights of lists of convolutions: views of one tensor, known by the first of each list."""
 
     def __init__(self, lists: Sequence[Sequence[nn.Conv2d]], dtype: torch.dtype | None) -> None:
-        vector = flat([conv.weight for convs in lists for conv in convs])
-        vector = vector if dtype is None else vector.to(dtype)
+        vector = flat([conv.weight for convs in lists for conv in convs], dtype)
         parts = torch.split(vector, [sum(conv.weight.numel() for conv in convs) for convs in lists])
         self._parts: dict[int, Tensor] = {id(convs[0]): part for convs, part in zip(lists, parts, strict=True)}
 
