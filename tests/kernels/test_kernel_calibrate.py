@@ -27,6 +27,10 @@ ATTENTIONS = [
 ] + [((2, 33, 5, 3), 0, 1, True, True)]
 # The three stages of a NOS search at the paper's batch size.
 LARGE = [((64, c, side, side), 5, 1, True, True) for c, side in ((16, 32), (32, 16), (64, 8))]
+# The three stages of a derived NOS network, whose attentions run alone.
+LARGE += [
+    ((32, c, side, side), 0, 1, *kinds) for c, side in ((36, 32), (144, 8)) for kinds in ((True, False), (False, True))
+]
 
 
 def made(case: tuple[tuple[int, ...], int, int, bool, bool]) -> tuple[list[Tensor | None], int]:
@@ -50,7 +54,7 @@ def outcome(given: list[Tensor | None], dilation: int, pull: Tensor, *, plain: b
     return [y, *torch.autograd.grad(y, wanted, pull.to(y.device, y.dtype))]
 
 
-@pytest.mark.parametrize("case", CASES + ATTENTIONS if INTERPRETED else CASES + ATTENTIONS + LARGE, ids=str)
+@pytest.mark.parametrize("case", CASES + ATTENTIONS + LARGE if not INTERPRETED else CASES + ATTENTIONS, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, *([] if INTERPRETED else [torch.bfloat16])], ids=str)
 @pytest.mark.parametrize("turned", [False, True])
 def test_outputs_and_gradients_match_the_twin(

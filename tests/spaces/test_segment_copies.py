@@ -235,3 +235,10 @@ def test_gradients_of_flat_weights_are_converted_back(again: bool) -> None:
         found.append((vector, *gradients))
     for a, b in zip(*found, strict=True):
         assert a.dtype == b.dtype and a.stride() == b.stride() and torch.equal(a, b)
+
+
+@pytest.mark.parametrize("space", ["nos", "darts"])
+def test_a_step_does_not_depend_on_values(space: str) -> None:
+    """A step is captured as a CUDA graph: the host must read no tensor, and shapes must not depend on one."""
+    every, _ = counted(space)
+    assert not every.keys() & {"_local_scalar_dense", "nonzero", "equal", "masked_select", "is_nonzero", "unique"}
