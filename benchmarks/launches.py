@@ -146,7 +146,9 @@ class _Calibrate:
 
     def __init__(self, counter: _Counter) -> None:
         self.calibrate = counter.as_kernel("calibrate", 1, self._calibrate)
-        self.calibrate_gradient = counter.as_kernel("calibrate_gradient", 2, self._calibrate_gradient)
+        self._of_kernels = counter.as_kernel("calibrate_gradient", 2, self._calibrate_gradient)
+        self._of_one_tap = counter.as_kernel("calibrate_gradient", 3, self._calibrate_gradient)  # its parts are added
+        self._of_attention = counter.as_kernel("calibrate_gradient", 1, self._calibrate_gradient)
         self.dynamic_kernels = counter.as_kernel("dynamic_kernels", 1, self._dynamic_kernels)
         self._of_maps = counter.as_kernel("dynamic_kernels_gradient", 1, self._gradients)
         self._of_weights = counter.as_kernel("dynamic_kernels_gradient", 5, self._gradients)  # two sums, conversions
@@ -154,16 +156,23 @@ class _Calibrate:
     def _calibrate(self, rows: Tensor, *more: Any) -> Tensor:
         return calibrate.calibrate_reference(rows.permute(0, 3, 1, 2), *more).permute(0, 2, 3, 1)
 
+    def calibrate_gradient(self, *given: Any) -> tuple[Tensor, Tensor, Tensor]:
+        kernels = given[3]
+        if kernels is None:
+            return self._of_attention(*given)  # type: ignore[no-any-return]
+        return (self._of_one_tap if kernels.shape[-1] == 1 else self._of_kernels)(*given)  # type: ignore[no-any-return]
+
     def _calibrate_gradient(
         self,
         rows: Tensor,
         channel: Tensor | None,
         spatial: Tensor | None,
-        kernels: Tensor,
+        kernels: Tensor | None,
         dilation: int,
         gradient: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        own, taps = (one.detach().requires_grad_() for one in (rows, kernels))
+        given = rows.new_zeros(len(rows), rows.shape[-1], 1, 1) if kernels is None else kernels
+        own, taps = (one.detach().requires_grad_() for one in (rows, given))
         seen = rows.new_zeros(len(rows), 1, *rows.shape[1:3]) if spatial is None else spatial.detach()
         seen.requires_grad_()
         with torch.enable_grad():

@@ -4,94 +4,103 @@
 
 Forward and backward pass, module by module and fused; optimiser, augmentation and loss are not counted. Triton kernels
 are counted by their launches, which requires Triton but no GPU (`benchmarks.launches` does the same for search steps).
-Operations on lists of tensors count as one.
+Operations on lists of tensors count as one if all of their layouts agree. What operations copy internally, such as the
+operands of a batched product, is not seen.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
-from benchmarks.launches import _Counter, as_on_a_gpu
+from benchmarks.launches import NOTHING, _Counter, as_on_a_gpu
+from benchmarks.traffic import is_view
 from benchmarks.training import Case, cases
 from softcell.arch import notation, sample
 from softcell.evaluate import resolve
 from softcell.kernels import calibrate
-from softcell.kernels.backend import triton_kernels
-from softcell.kernels.derived import Derived, Form, derived_cell_reference, derived_nodes_reference
-from softcell.kernels.shared import shares_norms
+from softcell.kernels.schedule import Launch
 from softcell.nn import calibrate as calibrations
-from softcell.spaces import Network, _derived_plan, build_space
+from softcell.nn import conv
+from softcell.spaces import Network, base, build_space, darts
 from softcell.spaces.execution import fused_networks, modules_only
 
-CPU = torch.device("cpu")
+
+class _Launches(_Counter):  # type: ignore[no-untyped-call]
+    """Also counts elementwise operations on maps that are laid out differently, or have gaps.
+
+    torch reads those value by value with computed addresses, several times slower than maps without gaps. Lists of maps
+    whose layouts differ are copied one by one.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.uneven: Counter[str] = Counter()
+
+    def clear(self) -> None:
+        self.found.clear()
+        self.uneven.clear()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = super().__torch_dispatch__(func, types, args, kwargs)
+        if not (self.silent or is_view(func) or func in NOTHING):
+            name = str(func)
+            if name.startswith("aten._foreach_copy_"):
+                pairs = [is_uneven(pair) for pair in zip(args[0], args[1], strict=True)]
+                self.found[name] += len(pairs) - 1 if any(pairs) else 0
+                self.uneven[name] += sum(pairs)
+            elif name.startswith(ELEMENTWISE):
+                self.uneven[name] += is_uneven([x for x in (*args, out) if isinstance(x, Tensor)])
+        return out
 
 
-class _Program(torch.autograd.Function):
-    """Stand-in for a program of derived cells: counts its launches, computes with the twin, gives zero gradients."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, counter: _Counter, apart: bool, program: Derived, dtype: torch.dtype, *given: Any
-    ) -> tuple[Tensor, ...]:
-        parameters, running, factors, *states = given
-        shapes = [(n, height, width, c) for n, c, height, width in (x.shape for x in states)]
-        known, drops = running is not None, factors is not None
-        form = Form.of(dtype, shapes, parameters.numel(), known=known, drops=drops, shared=shares_norms())
-        ctx.set_materialize_grads(False)
-        ctx.kept = counter, program, form, apart
-        ctx.save_for_backward(parameters, *states)
-        kernels = triton_kernels("derived")
-        counter.found["derived, forward"] += len(kernels.forward_schedule(program, form, CPU).launches)
-        counter.found["derived, copies"] += program.is_raw
-        with _silent(counter):
-            run: Any = derived_nodes_reference if apart else derived_cell_reference
-            out, moments = run(program, torch.float32, parameters, running, factors, *(x.float() for x in states))
-            values = [x.to(dtype) for x in (out if apart else [out])]
-        ctx.mark_non_differentiable(moments)
-        return *values, moments
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        counter, program, form, apart = ctx.kept
-        parameters, *states = ctx.saved_tensors
-        counter.found["derived, backward"] += len(
-            triton_kernels("derived").backward_schedule(program, form, CPU).launches
-        )
-        counter.found["derived, copies"] += program.nodes if apart else 1
-        with _silent(counter):
-            own = [torch.zeros_like(x) for x in (parameters, *states)]
-        return None, None, None, None, own[0], None, None, *own[1:]
+ELEMENTWISE = tuple(
+    f"aten.{name}."
+    for name in ("mul", "add", "add_", "copy_", "clone", "div", "_to_copy", "threshold_backward", "zero_", "relu")
+)
 
 
-@contextmanager
-def _silent(counter: _Counter) -> Iterator[None]:
-    counter.silent = True
-    try:
-        yield
-    finally:
-        counter.silent = False
+def is_uneven(tensors: Sequence[Tensor]) -> bool:
+    """Whether an elementwise operation on these tensors computes addresses, and one of them is a map or part of one."""
+    largest = max(tensors, key=Tensor.numel)
+    if largest.dim() < 3 or largest.numel() // len(largest) < MAP:
+        return False
+    own = [x for x in tensors if x.dim() > 0]
+    even = all(x.shape == largest.shape and _strides(x) == _strides(largest) for x in own)
+    return not (even and torch.ops.aten.is_non_overlapping_and_dense(largest))
+
+
+MAP = 4096
+"""The fewest values per image of what counts as a map."""
+
+
+def _strides(x: Tensor) -> tuple[int, ...]:
+    return tuple(stride if length > 1 else 0 for length, stride in zip(x.shape, x.stride(), strict=True))
 
 
 @contextmanager
 def _programs(counter: _Counter) -> Iterator[None]:
-    def cell(program: Derived, dtype: torch.dtype, *given: Any, shared: bool) -> tuple[Tensor, Tensor]:
-        out, moments = _Program.apply(counter, False, program, dtype, *given)  # type: ignore[no-untyped-call]
-        return out, moments
+    """The kernels of programs are counted instead of launched; everything around them runs."""
 
-    def nodes(program: Derived, dtype: torch.dtype, *given: Any, shared: bool) -> tuple[list[Tensor], Tensor]:
-        *found, moments = _Program.apply(counter, True, program, dtype, *given)  # type: ignore[no-untyped-call]
-        return found, moments
+    def launch(self: Launch, tensors: Any) -> None:
+        counter.found["derived"] += 1
 
-    with patch.object(_derived_plan, "derived_cell", cell), patch.object(_derived_plan, "derived_nodes", nodes):
+    with patch.object(Launch, "__call__", launch):
         yield
+
+
+def _dense_gradient(x: Tensor) -> Tensor:
+    """As on a GPU."""
+    if not (x.requires_grad and torch.is_grad_enabled()):
+        return x
+    return conv._DenseGradient.apply(x)  # type: ignore[no-any-return, no-untyped-call]
 
 
 @contextmanager
@@ -100,8 +109,13 @@ def _as_fused(counter: _Counter) -> Iterator[None]:
         widest = max(x.shape[2], compressed.shape[2] // len(taps))
         return widest <= calibrate.LARGEST and max(taps) <= calibrate.TAPS
 
-    sizes = patch.object(calibrate, "fits", fits), patch.object(calibrations, "fits", fits)
-    with as_on_a_gpu(counter, together=True), _programs(counter), fused_networks(), sizes[0], sizes[1]:
+    with ExitStack() as stack:
+        for entered in (as_on_a_gpu(counter, together=True), _programs(counter), fused_networks()):
+            stack.enter_context(entered)
+        for module in (calibrate, calibrations):
+            stack.enter_context(patch.object(module, "fits", fits))
+        for module in (conv, base, darts):
+            stack.enter_context(patch.object(module, "dense_gradient", _dense_gradient))
         yield
 
 
@@ -113,11 +127,14 @@ def network_of(case: Case) -> Network:
     return space.network(genotype, (3, case.size, case.size), 10, auxiliary=recipe.auxiliary > 0)
 
 
-def launches(network: Network, size: int, *, fused: bool, training: bool = True) -> Counter[str]:
-    """Operations of one pass by name, in bfloat16 and with drop-path; in training including the backward pass."""
-    counter = _Counter()
+def launches(network: Network, size: int, *, fused: bool, training: bool = True) -> tuple[Counter[str], Counter[str]]:
+    """Operations of one pass by name, and those of them on maps with gaps (`is_uneven`).
+
+    In bfloat16 and with drop-path; in training including the backward pass.
+    """
+    counter = _Launches()
     network.train(training).use_drop_path(0.3)
-    images = torch.randn(2, 3, size, size).contiguous(memory_format=torch.channels_last)
+    images = torch.randn(4, 3, size, size).contiguous(memory_format=torch.channels_last)
 
     def step() -> None:
         network.zero_grad(set_to_none=True)
@@ -128,21 +145,24 @@ def launches(network: Network, size: int, *, fused: bool, training: bool = True)
 
     with _as_fused(counter) if fused else modules_only():
         step()  # the first pass plans the cells
-        counter.found.clear()
+        counter.clear()
         with counter:
             step()
-    return counter.found
+    return counter.found, counter.uneven
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser("python -m benchmarks.training_launches", description=__doc__)
     parser.add_argument("--network", choices=list(cases()), default="nos")
+    parser.add_argument("--rows", type=int, default=24)
     options = parser.parse_args()
     case = cases()[options.network]
     network = network_of(case)
     for training in (True, False):
         for fused in (False, True):
-            found = launches(network, case.size, fused=fused, training=training)
+            found, uneven = launches(network, case.size, fused=fused, training=training)
             how = f"{'fused' if fused else 'module by module'}, {'training' if training else 'evaluation'}"
-            print(f"{options.network}, {how}: {found.total():,} operations")
-            print("\n".join(f"{count:8,}  {name}" for name, count in found.most_common(16)))
+            print(f"{options.network}, {how}: {found.total():,} operations, {uneven.total():,} on maps with gaps")
+            for name, count in found.most_common(options.rows):
+                gaps = f", {uneven[name]:,} with gaps" if uneven[name] else ""
+                print(f"{count:8,}  {name}{gaps}")

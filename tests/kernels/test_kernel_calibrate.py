@@ -21,8 +21,16 @@ CASES = [
     ((2, 8, 1, 3), 3, 2, False, True),
     ((1, 1, 9, 16), 1, 1, False, False),
 ]
+# Attentions alone, on maps that divide into several parts and into one.
+ATTENTIONS = [
+    ((3, 5, 32, 32), 0, 1, channel, spatial) for channel, spatial in ((True, False), (False, True), (True, True))
+] + [((2, 33, 5, 3), 0, 1, True, True)]
 # The three stages of a NOS search at the paper's batch size.
 LARGE = [((64, c, side, side), 5, 1, True, True) for c, side in ((16, 32), (32, 16), (64, 8))]
+# The three stages of a derived NOS network, whose attentions run alone.
+LARGE += [
+    ((32, c, side, side), 0, 1, *kinds) for c, side in ((36, 32), (144, 8)) for kinds in ((True, False), (False, True))
+]
 
 
 def made(case: tuple[tuple[int, ...], int, int, bool, bool]) -> tuple[list[Tensor | None], int]:
@@ -32,7 +40,7 @@ def made(case: tuple[tuple[int, ...], int, int, bool, bool]) -> tuple[list[Tenso
         torch.randn(n, h, w, c, dtype=torch.float64).permute(0, 3, 1, 2),
         torch.rand(n, c, 1, 1, dtype=torch.float64) if channel else None,
         torch.rand(n, 1, h, w, dtype=torch.float64) if spatial else None,
-        torch.randn(n, size, size, c, dtype=torch.float64).permute(0, 3, 1, 2),
+        torch.randn(n, size, size, c, dtype=torch.float64).permute(0, 3, 1, 2) if size else None,
     ]
     return given, dilation
 
@@ -40,13 +48,13 @@ def made(case: tuple[tuple[int, ...], int, int, bool, bool]) -> tuple[list[Tenso
 def outcome(given: list[Tensor | None], dilation: int, pull: Tensor, *, plain: bool) -> list[Tensor]:
     own = [None if one is None else one.detach().requires_grad_() for one in given]
     base, channel, spatial, kernels = own
-    assert base is not None and kernels is not None
+    assert base is not None
     y = (calibrate_reference if plain else calibrate)(base, channel, spatial, kernels, dilation)
     wanted = [one for one in own if one is not None]
     return [y, *torch.autograd.grad(y, wanted, pull.to(y.device, y.dtype))]
 
 
-@pytest.mark.parametrize("case", CASES if INTERPRETED else CASES + LARGE, ids=str)
+@pytest.mark.parametrize("case", CASES + ATTENTIONS + LARGE if not INTERPRETED else CASES + ATTENTIONS, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, *([] if INTERPRETED else [torch.bfloat16])], ids=str)
 @pytest.mark.parametrize("turned", [False, True])
 def test_outputs_and_gradients_match_the_twin(
@@ -76,13 +84,14 @@ def test_kernels_may_be_more_exact_than_maps() -> None:
     torch.testing.assert_close(y.float(), true, rtol=1e-2, atol=1e-2)
 
 
-def test_second_derivatives_match_the_twin() -> None:
-    given, dilation = made(CASES[0])
+@pytest.mark.parametrize("case", [CASES[0], ATTENTIONS[1], ATTENTIONS[3]], ids=str)
+def test_second_derivatives_match_the_twin(case: tuple[tuple[int, ...], int, int, bool, bool]) -> None:
+    given, dilation = made(case)
     found = []
     for function in (calibrate, calibrate_reference):
         own = [None if one is None else one.to(DEVICE, torch.float32).requires_grad_() for one in given]
         base, channel, spatial, kernels = own
-        assert base is not None and kernels is not None
+        assert base is not None
         wanted = [one for one in own if one is not None]
         loss = function(base, channel, spatial, kernels, dilation).square().sum()
         first = torch.autograd.grad(loss, wanted, create_graph=True)

@@ -14,7 +14,8 @@ once: one launch forward, one backward and two sums. They keep d, z and one valu
 
 a has one value per channel, s one per position, d one per channel and tap. Plain operations need a dozen launches
 forward and two dozen backward. Many of them are copies, since torch needs the samples of such a convolution folded into
-its channels. The Triton kernels read channels-last maps directly, with one launch forward and two backward.
+its channels. The Triton kernels read channels-last maps directly, with one launch forward and two backward. Attentions
+alone run by the same kernels: a is then a kernel of one tap, and with s alone there is no tap.
 
 Each has a plain twin named `_reference`.
 """
@@ -120,11 +121,17 @@ def convolve(x: Tensor, kernels: Tensor, dilation: int = 1) -> Tensor:
 
 
 def calibrate(
-    base: Tensor, channel: Tensor | None, spatial: Tensor | None, kernels: Tensor, dilation: int = 1
+    base: Tensor, channel: Tensor | None, spatial: Tensor | None, kernels: Tensor | None, dilation: int = 1
 ) -> Tensor:
     """Maps base [n, c, h, w], channel [n, c, 1, 1], spatial [n, 1, h, w], kernels [n, c, k, k] to [n, c, h, w]."""
     # torch.compile generates kernels from the plain form; a Triton call here would break its graph.
-    if torch.compiler.is_compiling() or not runs_triton(base) or kernels.shape[-1] % 2 == 0:
+    if torch.compiler.is_compiling() or not runs_triton(base):
+        return calibrate_reference(base, channel, spatial, kernels, dilation)
+    if kernels is None:
+        if channel is None and spatial is None:
+            return base
+        channel, kernels = None, channel
+    elif kernels.shape[-1] % 2 == 0:
         return calibrate_reference(base, channel, spatial, kernels, dilation)
     return _Calibrate.apply(base, channel, spatial, kernels, dilation)  # type: ignore[no-any-return, no-untyped-call]
 
@@ -151,7 +158,7 @@ class _Calibrate(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, base: Tensor, channel: Tensor | None, spatial: Tensor | None, kernels: Tensor, dilation: int
+        ctx: Any, base: Tensor, channel: Tensor | None, spatial: Tensor | None, kernels: Tensor | None, dilation: int
     ) -> Tensor:
         ctx.save_for_backward(base, channel, spatial, kernels)
         ctx.dilation = dilation
@@ -176,6 +183,8 @@ class _Calibrate(torch.autograd.Function):
             ctx.dilation,
             gradient.permute(0, 2, 3, 1).contiguous(),
         )
+        if kernels is None:
+            return dbase.permute(0, 3, 1, 2), None, places.to(spatial.dtype).view(spatial.shape), None, None
         n, c, *_, size = kernels.shape
         return (
             dbase.permute(0, 3, 1, 2),

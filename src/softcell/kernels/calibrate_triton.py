@@ -204,13 +204,15 @@ def _apply(
     at = (n * places + p).to(tl.int64)[:, None] * C + c[None, :]
     x = tl.load(x_ptr + at, mask=ok, other=0.0).to(tl.float32)
     y = x * _factor(channel_ptr, spatial_ptr, n, p, c, places, C, CHANNEL, SPATIAL, PLACES, CB)
-    for t in range(SIZE * SIZE):
-        ty, tx = t // SIZE, t % SIZE
-        dy, dx = (ty - SIZE // 2) * DILATION, (tx - SIZE // 2) * DILATION
-        if BACK:
-            dy, dx = -dy, -dx
-        weight = tl.load(kernels_ptr + n * k_n + c * k_c + ty * k_y + tx * k_x, mask=c < C, other=0.0).to(tl.float32)
-        y += weight[None, :] * _shifted(x_ptr, n, p, c, ok, dy, dx, height, width, C)
+    if SIZE > 0:
+        for t in range(SIZE * SIZE):
+            ty, tx = t // SIZE, t % SIZE
+            dy, dx = (ty - SIZE // 2) * DILATION, (tx - SIZE // 2) * DILATION
+            if BACK:
+                dy, dx = -dy, -dx
+            at_tap = kernels_ptr + n * k_n + c * k_c + ty * k_y + tx * k_x
+            weight = tl.load(at_tap, mask=c < C, other=0.0).to(tl.float32)
+            y += weight[None, :] * _shifted(x_ptr, n, p, c, ok, dy, dx, height, width, C)
     tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=ok)
     if BACK and SPATIAL:
         base = tl.load(base_ptr + at, mask=ok, other=0.0).to(tl.float32)
@@ -247,11 +249,11 @@ def _run(x, base, channel, spatial, kernels, dilation, places=None):
     y = torch.empty_like(x)
     # x is a placeholder for pointers that the kernel does not read.
     factors = [x if one is None else one.contiguous() for one in (channel, spatial)]
+    taps, strides, size = (x, (0,) * 4, 0) if kernels is None else (kernels, kernels.stride(), kernels.shape[-1])
     blocks = _blocks(c)
     _apply[(triton.cdiv(h * w, blocks["PLACES"]), n)](
-        x, base, *factors, kernels, y, y if places is None else places, h, w,
-        kernels.stride(0), kernels.stride(1), kernels.stride(2), kernels.stride(3),
-        C=c, **blocks, SIZE=kernels.shape[-1], DILATION=dilation, CHANNEL=channel is not None,
+        x, base, *factors, taps, y, y if places is None else places, h, w, *strides,
+        C=c, **blocks, SIZE=size, DILATION=dilation, CHANNEL=channel is not None,
         SPATIAL=spatial is not None, BACK=places is not None,
     )  # fmt: skip
     return y
@@ -263,11 +265,24 @@ def calibrate(x, channel, spatial, kernels, dilation):
 
 
 def calibrate_gradient(x, channel, spatial, kernels, dilation, gradient):
-    """The gradients of x, of s [n, h·w] (undefined without spatial attention) and of all taps [n, k², c]."""
+    """The gradients of x, of s [n, h·w] (undefined without spatial attention) and of all taps [n, k², c], if any."""
     n, h, w, c = x.shape
-    size = kernels.shape[-1]
     places = x.new_empty((n, h * w), dtype=torch.float32)
-    taps = x.new_empty((n, size * size, c), dtype=torch.float32)
     dx = _run(gradient, x, channel, spatial, kernels, dilation, places)
-    _taps[(size * size, n)](gradient, x, taps, h, w, C=c, **_blocks(c), SIZE=size, DILATION=dilation)
-    return dx, places, taps
+    if kernels is None:
+        return dx, places, None
+    size, blocks = kernels.shape[-1], _blocks(c)
+    # One tap reads no neighbours, so parts of an image may be samples. One program per sample does not fill a GPU.
+    parts = _parts(h * w, blocks["PLACES"]) if size == 1 else 1
+    taps = x.new_empty((n * parts, size * size, c), dtype=torch.float32)
+    shape = (h, w) if parts == 1 else (h * w // parts, 1)
+    _taps[(size * size, n * parts)](gradient, x, taps, *shape, C=c, **blocks, SIZE=size, DILATION=dilation)
+    return dx, places, taps if parts == 1 else taps.view(n, parts, c).sum(1, keepdim=True)
+
+
+def _parts(places, block):
+    """Equal parts of an image, a power of two: as many as leave two blocks of positions or more to each of them."""
+    parts = 1
+    while places % (2 * parts) == 0 and places // (2 * parts) >= 2 * block:
+        parts *= 2
+    return parts

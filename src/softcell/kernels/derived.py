@@ -3,7 +3,8 @@
 Every map is a *plane*. A plane stores the output of a convolution, y [rows, c], and its value is z = a · y + b with a
 and b per channel: batch-norm is applied wherever the plane is read, without a separate pass. Nodes have a = 1, b = 0
 and are adjacent in one buffer [rows, nodes · c], which is the concatenated output of the cell. Inputs that are not
-preprocessed also have a = 1, b = 0: such a program is one part of a cell, and the other parts ran before.
+preprocessed also have a = 1, b = 0: such a program is one part of a cell, and the other parts ran before. The nodes of
+a part are separate maps [rows, c] instead, because what reads them reads them one by one.
 
 The convolutions are *stages*: ReLU of a plane, a depthwise k×k convolution (skipped if k = 1), a pointwise convolution.
 Depthwise results are kept for the gradients of weights where `Blocks.weight_factors` is 1. With the gradient g of a
@@ -22,6 +23,7 @@ import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
+from itertools import islice
 from typing import Any
 
 import torch
@@ -31,6 +33,7 @@ from torch import Tensor
 
 from softcell.kernels.backend import triton_kernels
 from softcell.kernels.pool import average_pool
+from softcell.kernels.schedule import copy_together
 from softcell.kernels.shared import merge_over_ranks
 
 NONE = -1
@@ -157,7 +160,8 @@ class Form:
     """Everything that determines the launches of a pass, apart from the program.
 
     shapes: of the input tensors, [n, h_i, w_i, c_i]. known: norms use given statistics. drops: drop-path is active.
-    rank, ranks: this rank and the number of ranks that share norms, 0 if norms are local.
+    apart: nodes are separate maps [nodes, n, h', w', c], not columns of one map [n, h', w', nodes · c]. rank, ranks:
+    this rank and the number of ranks that share norms, 0 if norms are local.
     """
 
     dtype: torch.dtype
@@ -165,6 +169,7 @@ class Form:
     num_parameters: int
     known: bool
     drops: bool
+    apart: bool = False
     rank: int = 0
     ranks: int = 0
 
@@ -177,10 +182,11 @@ class Form:
         known: bool,
         drops: bool,
         shared: bool,
+        apart: bool = False,
     ) -> Form:
         """shared: whether all ranks of the process group share norms, which is only the case in training."""
         place = (dist.get_rank(), dist.get_world_size()) if shared and not known else (0, 0)
-        return Form(dtype, tuple(map(tuple, shapes)), num_parameters, known, drops, *place)
+        return Form(dtype, tuple(map(tuple, shapes)), num_parameters, known, drops, apart, *place)
 
     @property
     def shared(self) -> bool:
@@ -195,18 +201,21 @@ def derived_cell(
     factors: Tensor | None,
     *states: Tensor,
     shared: bool = False,
-) -> tuple[Tensor, Tensor]:
+    readers: int = 1,
+) -> tuple[Tensor, ...]:
     """The concatenated nodes [n, nodes · c, h', w'], channels-last, and the planes' statistics [3, planes, c].
 
     dtype: of stored maps; sums are float32. parameters [size] float32, flat; running [2, planes, c]: mean and variance
     to normalise with, or None to use batch statistics; factors [paths, n] float32 or None; states: the input tensors
     [n, c_i, h_i, w_i]. Statistics are mean, 1/√(variance + eps) and unbiased variance (as stored in running
     statistics), without gradient. shared: batch statistics cover the rows of all ranks and are merged by one collective
-    per norm group, forward and backward.
+    per norm group, forward and backward. readers: how often the nodes are returned, each time as the same memory. If
+    each reader gets its own, the backward pass adds their gradients where they belong; autograd would add them up
+    elsewhere, and the sum would then be copied.
     """
-    given = (program, dtype, shared, False, parameters, running, factors, *states)
-    out, moments = _DerivedCell.apply(*given)  # type: ignore[no-untyped-call]
-    return out, moments
+    given = (program, dtype, shared, False, (readers,), parameters, running, factors, *states)
+    found: tuple[Tensor, ...] = _DerivedCell.apply(*given)  # type: ignore[no-untyped-call]
+    return found
 
 
 def derived_nodes(
@@ -218,11 +227,11 @@ def derived_nodes(
     *states: Tensor,
     shared: bool = False,
 ) -> tuple[list[Tensor], Tensor]:
-    """`derived_cell` that returns the nodes separately, each [n, c, h', w'], strided because they share a buffer.
+    """`derived_cell` that returns the nodes separately, each [n, c, h', w'], channels-last and without gaps.
 
     Node gradients are copied once. Slicing a concatenated output instead would first assemble them into one tensor.
     """
-    given = (program, dtype, shared, True, parameters, running, factors, *states)
+    given = (program, dtype, shared, True, (1,) * program.nodes, parameters, running, factors, *states)
     *nodes, moments = _DerivedCell.apply(*given)  # type: ignore[no-untyped-call]
     return nodes, moments
 
@@ -249,7 +258,8 @@ def derived_cell_reference(
     factors: Tensor | None,
     *states: Tensor,
     shared: bool = False,
-) -> tuple[Tensor, Tensor]:
+    readers: int = 1,
+) -> tuple[Tensor, ...]:
     """The plain twin of `derived_cell`, by autograd; differentiable any number of times."""
     c = program.channels
     norms = {norm.plane: norm for norm in program.norms}
@@ -319,7 +329,7 @@ def derived_cell_reference(
         run(found.second)
         normalise(found.measured_second)
     out = torch.cat([values[plane] for plane in program.node_planes], 1)
-    return out.contiguous(memory_format=torch.channels_last), moments
+    return *[out.contiguous(memory_format=torch.channels_last)] * readers, moments
 
 
 def _apply(stage: Stage, x: Tensor, parameters: Tensor) -> Tensor:
@@ -350,6 +360,7 @@ class _DerivedCell(torch.autograd.Function):
         dtype: torch.dtype,
         shared: bool,
         apart: bool,
+        readers: tuple[int, ...],
         parameters: Tensor,
         running: Tensor | None,
         factors: Tensor | None,
@@ -359,11 +370,11 @@ class _DerivedCell(torch.autograd.Function):
         is_raw = program.is_raw
         inputs = [state.permute(0, 2, 3, 1) if is_raw else _rows_last(state, dtype) for state in states]
         shapes, known, drops = [x.shape for x in inputs], running is not None, factors is not None
-        form = Form.of(dtype, shapes, parameters.numel(), known=known, drops=drops, shared=shared)
+        form = Form.of(dtype, shapes, parameters.numel(), known=known, drops=drops, shared=shared, apart=apart)
         tensors = _named(parameters, running, factors, [] if is_raw else inputs)
         tensors |= {f"input{i}": x for i, x in enumerate(inputs) if is_raw}
         triton_kernels("derived").forward_schedule(program, form, parameters.device).run(tensors)
-        ctx.program, ctx.form, ctx.apart = program, form, apart
+        ctx.program, ctx.form, ctx.readers = program, form, readers
         ctx.kept = [name for name in _KEPT if name in tensors]
         kept = [tensors[name] for name in ctx.kept]
         ctx.shapes = shapes
@@ -372,11 +383,8 @@ class _DerivedCell(torch.autograd.Function):
         # The state begins with mean, 1/√(variance + eps) and variance (`Forward.begin`).
         moments = tensors["state"].view(-1, program.planes, program.channels)[:3]
         ctx.mark_non_differentiable(moments)
-        n, height, width, _ = inputs[-1].shape
-        height, width = -(-height // program.stride), -(-width // program.stride)
-        nodes = program.nodes * program.channels
-        out = tensors["buffer"][: n * height * width * nodes].view(n, height, width, nodes).permute(0, 3, 1, 2)
-        return *(torch.split(out, program.channels, 1) if apart else (out,)), moments
+        outputs = zip(_outputs_in(tensors["buffer"], program, form), readers, strict=True)
+        return *(x.permute(0, 3, 1, 2) for x, count in outputs for _ in range(count)), moments
 
     @staticmethod
     def backward(ctx: Any, *arrived: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -386,7 +394,7 @@ class _DerivedCell(torch.autograd.Function):
         kept = kept[len(inputs) :]
         gradients = arrived[:-1]  # the last one belongs to the statistics
         if all(gradient is None for gradient in gradients):
-            return (None,) * (7 + program.inputs)
+            return (None,) * (8 + program.inputs)
         if torch.is_grad_enabled():
             raise NotImplementedError("a fused derived cell has no second derivative; run it within `modules_only`")
         tensors = _named(parameters, running, factors, inputs)
@@ -394,19 +402,13 @@ class _DerivedCell(torch.autograd.Function):
         tensors |= {
             f"{name}_gradient": torch.empty_like(tensors[name]) for name in ("buffer", "given") if name in tensors
         }
-        # The nodes are adjacent at the start of the buffer, and so are their gradients.
-        (n, height, width, _), stride = ctx.shapes[-1], program.stride
-        shape = (n, -(-height // stride), -(-width // stride), program.nodes * program.channels)
-        nodes = tensors["buffer_gradient"][: math.prod(shape)].view(shape)
-        for to, gradient in zip(nodes.chunk(len(gradients), -1), gradients, strict=True):
-            if gradient is None:
-                to.zero_()
-            else:
-                to.copy_(gradient.permute(0, 2, 3, 1))
+        places = _outputs_in(tensors["buffer_gradient"], program, ctx.form)
+        each = iter(gradients)
+        _fill(places, [[one.permute(0, 2, 3, 1) for one in islice(each, n) if one is not None] for n in ctx.readers])
         triton_kernels("derived").backward_schedule(program, ctx.form, parameters.device).run(tensors)
         own = (tensors[f"input{i}_gradient"][: math.prod(of)].view(of) for i, of in enumerate(ctx.shapes))
         states = (x.permute(0, 3, 1, 2) for x in own)
-        return None, None, None, None, tensors["parameter_gradient"], None, None, *states
+        return None, None, None, None, None, tensors["parameter_gradient"], None, None, *states
 
 
 _KEPT = ("given", "buffer", "state", "winners", "depths", "depthwise")
@@ -423,6 +425,30 @@ def _named(
     named = {"parameters": parameters, "running": running, "factors": factors}
     named |= {f"input{i}": x for i, x in enumerate(inputs)}
     return {name: x if x.data_ptr() % 16 == 0 else x.clone() for name, x in named.items() if x is not None}
+
+
+def _outputs_in(buffer: Tensor, program: Derived, form: Form) -> tuple[Tensor, ...]:
+    """The nodes at the start of a buffer: separately [n, h', w', c], or as one map [n, h', w', nodes · c]."""
+    n, height, width, _ = form.shapes[-1]
+    shape = n, -(-height // program.stride), -(-width // program.stride), program.channels
+    found = buffer[: program.nodes * math.prod(shape)]
+    if form.apart:
+        return found.view(program.nodes, *shape).unbind()
+    return (found.view(*shape[:3], program.nodes * program.channels),)
+
+
+def _fill(places: Sequence[Tensor], gradients: Sequence[Sequence[Tensor]]) -> None:
+    """Writes the sum of each list of gradients into a map without gaps; the sum of none is zero."""
+    given = list(zip(places, gradients, strict=True))
+    absent = [to for to, own in given if not own]
+    if absent:
+        torch._foreach_zero_(absent)
+    copy_together([(to, own[0]) for to, own in given if len(own) == 1])
+    for to, own in given:
+        if len(own) > 1:
+            torch.add(own[0], own[1], out=to)
+            for one in own[2:]:
+                to.add_(one)
 
 
 def _rows_last(x: Tensor, dtype: torch.dtype) -> Tensor:

@@ -181,7 +181,10 @@ def _add_up(
     buffer_ptr, coefficients_ptr, factors_ptr, nodes_ptr, jobs_ptr, rows, AREA: tl.constexpr, samples, size, planes,
     distance, C: tl.constexpr, CB: tl.constexpr, BLOCK: tl.constexpr, DROPS: tl.constexpr,
 ):  # fmt: skip
-    """Sums into nodes: a node is the sum of its jobs `begin` to `end`, written to a column of the buffer."""
+    """Sums into nodes: a node is the sum of its jobs `begin` to `end`, written to `column`, in multiples of c.
+
+    Nodes that are separate maps also begin at a column, behind all rows of the preceding ones.
+    """
     node = nodes_ptr + tl.program_id(1) * 3
     begin, end, column = tl.load(node), tl.load(node + 1), tl.load(node + 2)
     m = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)

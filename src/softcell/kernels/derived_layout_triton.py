@@ -228,7 +228,7 @@ class Pass:
     def unit(self, plane):
         p = self.program
         if p.is_node(plane):
-            return 0
+            return plane - p.inputs if self.form.apart else 0
         if plane < p.inputs:
             return p.nodes + plane if p.stride == 1 else plane
         return plane if p.stride == 1 else plane - p.inputs
@@ -236,7 +236,7 @@ class Pass:
     def view(self, plane):
         """(unit, column, row stride) of a plane; the latter two in multiples of c, which is a constant in kernels."""
         p = self.program
-        if p.is_node(plane):
+        if p.is_node(plane) and not self.form.apart:
             return 0, plane - p.inputs, p.nodes
         return self.unit(plane), 0, 1
 

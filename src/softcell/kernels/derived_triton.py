@@ -123,13 +123,13 @@ class Forward(Stages):
         for plane in planes:
             begin = len(jobs)
             jobs += [(*self.view(a.plane), a.plane, a.path) for a in p.node_inputs[plane - p.inputs]]
-            nodes.append((begin, len(jobs), plane - p.inputs))
+            nodes.append((begin, len(jobs), (plane - p.inputs) * (self.rows if self.form.apart else 1)))
         block = max(1, self.blocks.add_elements // self.block_c)
         self.schedule.launch(
             _add_up, (triton.cdiv(self.rows, block), len(nodes), triton.cdiv(c, self.block_c)), self.buffer,
             self.coefficients, self._scales(), self.schedule.table(nodes),
             self.schedule.table(jobs or ((0, 0, 0, 0, NONE),)), self.rows, size=self.rows * c, planes=p.planes,
-            distance=p.nodes, C=c, CB=self.block_c, BLOCK=block, **self._drops(),
+            distance=1 if self.form.apart else p.nodes, C=c, CB=self.block_c, BLOCK=block, **self._drops(),
         )  # fmt: skip
 
     def _pool(self, pools, x, partial):
@@ -152,7 +152,7 @@ class Backward(Lowering):
     """One backward pass of a program, from the gradient of its output to those of parameters and input tensors."""
 
     def plan(self):
-        """The first nodes · c columns of `buffer_gradient` are the output gradient, which a run copies there."""
+        """`buffer_gradient` begins with the gradients of the nodes, which a run copies there."""
         p = self.program
         self.split_state(Name("state"))
         self.parameter_gradient = Name("parameter_gradient")

@@ -94,6 +94,19 @@ def second_stream(device: torch.device, number: int) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
+def copy_together(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Copies each second tensor into the first, which has no gaps.
+
+    Tensors without gaps take one launch together. One with gaps would make torch copy the whole list one by one.
+    """
+    dense = [pair for pair in pairs if pair[1].is_contiguous()]
+    if dense:
+        torch._foreach_copy_([to for to, _ in dense], [of for _, of in dense])
+    for to, of in pairs:
+        if not of.is_contiguous():
+            to.copy_(of)
+
+
 class Schedule:
     """Steps on named tensors: allocations, kernel launches, calls, and the release of tensors.
 
@@ -158,7 +171,7 @@ class Schedule:
         def step(tensors: Tensors) -> None:
             given = [tensors[of] for of, *_ in jobs]
             places = (tensors[to][start : start + length] for _, to, start, length in jobs)
-            torch._foreach_copy_([to.view(of.shape) for to, of in zip(places, given, strict=True)], given)
+            copy_together([(to.view(of.shape), of) for to, of in zip(places, given, strict=True)])
 
         self._steps.append(step)
 

@@ -145,8 +145,11 @@ class DynamicKernel(Calibration):
         return convolve(base, made, self.dilation)
 
 
-def calibrated(base: Tensor, made: Sequence[tuple[Calibration, Tensor]]) -> Tensor:
+def calibrated(base: Tensor, made: Sequence[tuple[Calibration, Tensor]], *, at_once: bool = False) -> Tensor:
     """base + base ⊙ A + Σ base ⊛ D (NOS, Eq 3), where each module applies its own result.
+
+    at_once: without kernels, attentions of base's dtype run in one pass too, where Triton serves; they are then
+    rounded once, not after every operation.
 
     base [n, c, h, w]. Both are linear in the results, so attentions are summed (A of Eq 2), and kernels of one
     dilation too, the smaller in the middle of the larger: this saves memory traffic and launches.
@@ -169,7 +172,8 @@ def calibrated(base: Tensor, made: Sequence[tuple[Calibration, Tensor]]) -> Tens
     others += [convolve(base, kernel, dilation) for dilation, kernel in more]
     channel, spatial = attentions.get(ChannelAttention), attentions.get(SpatialAttention)
     dilation, kernel = last
-    if kernel is None:
+    alike = all(one is None or one.dtype == base.dtype for one in (channel, spatial))
+    if kernel is None and not (at_once and alike):
         value = calibrate_reference(base, channel, spatial, None)
     else:
         value = calibrate(base, channel, spatial, kernel, dilation)
@@ -272,7 +276,7 @@ def run_calibrations(modules: Iterable[nn.Module | None], x: Tensor, least: int 
     weights = _Weights([*stacks, *(stack for one in normed for stack in one.stacks())], dtype)
     made: dict[int, Tensor] = {}
     if channel:
-        mean = torch.mean(x, dim=(2, 3))
+        mean = _mean(x)
         for alike in channel:
             made |= _by_id(alike, _channel_attentions(alike, mean, weights))
     for one in normed:
@@ -284,8 +288,7 @@ class _Weights:
     """Stacked weights of lists of convolutions: views of one tensor, known by the first of each list."""
 
     def __init__(self, lists: Sequence[Sequence[nn.Conv2d]], dtype: torch.dtype | None) -> None:
-        vector = flat([conv.weight for convs in lists for conv in convs])
-        vector = vector if dtype is None else vector.to(dtype)
+        vector = flat([conv.weight for convs in lists for conv in convs], dtype)
         parts = torch.split(vector, [sum(conv.weight.numel() for conv in convs) for convs in lists])
         self._parts: dict[int, Tensor] = {id(convs[0]): part for convs, part in zip(lists, parts, strict=True)}
 
@@ -294,6 +297,26 @@ class _Weights:
         _, c_in, size, _ = first.weight.shape
         shape = (-1, c_in) if size == 1 else (-1, size, size, c_in)
         return self._parts[id(first)].view(shape)
+
+
+def _mean(x: Tensor) -> Tensor:
+    """x [n, c, h, w] to [n, c]."""
+    return _Mean.apply(x)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _Mean(torch.autograd.Function):
+    """Plain autograd divides the gradient after it has expanded it: one more pass over a map, in the wrong layout."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.shape = x.shape
+        return torch.mean(x, dim=(2, 3))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        n, c, height, width = ctx.shape
+        small: Tensor = gradient / (height * width)
+        return small[:, :, None, None].expand(n, c, height, width)
 
 
 def _channel_attentions(modules: Sequence[ChannelAttention], mean: Tensor, weights: _Weights) -> Tensor:

@@ -8,6 +8,7 @@ share one computation.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
@@ -149,6 +150,62 @@ class _DenseGradient(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
         return gradient.contiguous(memory_format=torch.channels_last)
+
+
+def concatenated(maps: Sequence[Tensor], readers: int) -> list[Tensor]:
+    """Maps of one shape [n, c, h, w], concatenated along channels and channels-last, once for each reader.
+
+    All results are the same memory. Where autograd slices the gradient, which leaves gaps, this copies all slices in
+    one pass: the gradient of each map is dense and channels-last.
+    """
+    if not (torch.is_grad_enabled() and any(x.requires_grad for x in maps)):
+        return [_joined(maps)] * readers
+    result: tuple[Tensor, ...] = _Concatenated.apply(readers, *maps)  # type: ignore[no-untyped-call]
+    return list(result)
+
+
+class _Concatenated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, readers: int, *maps: Tensor) -> tuple[Tensor, ...]:
+        ctx.count = len(maps)
+        ctx.set_materialize_grads(False)
+        out = _joined(maps)
+        return tuple(out.view_as(out) for _ in range(readers))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        known = [gradient for gradient in gradients if gradient is not None]
+        if not known:
+            return (None,) * (1 + int(ctx.count))
+        total: Tensor = sum(known[1:], start=known[0])
+        if torch.is_grad_enabled():  # a copy in place could not be differentiated once more
+            return None, *torch.chunk(total, ctx.count, dim=1)
+        n, channels, height, width = total.shape
+        rows = total.permute(0, 2, 3, 1).view(n, height, width, ctx.count, -1)
+        parts = total.new_empty(ctx.count, n, height, width, channels // ctx.count)
+        to, of = _as_words((parts, rows)) or (parts, rows)
+        to.permute(1, 2, 3, 0, 4).copy_(of)
+        return None, *(part.permute(0, 3, 1, 2) for part in parts.unbind())
+
+
+def _joined(maps: Sequence[Tensor]) -> Tensor:
+    """Maps [n, c, h, w] concatenated along channels, channels-last."""
+    rows = [x.permute(0, 2, 3, 1) for x in maps]
+    words = _as_words(rows)
+    out = torch.cat(rows, dim=3) if words is None else torch.cat(words, dim=3).view(maps[0].dtype)
+    return out.permute(0, 3, 1, 2)
+
+
+def _as_words(tensors: Sequence[Tensor]) -> list[Tensor] | None:
+    """The same memory as 64-bit words, if all tensors allow that: copies with gaps handle one element at a time."""
+    size, dtype = 8 // tensors[0].element_size(), tensors[0].dtype
+    fits = size > 0 and all(
+        x.dtype == dtype
+        and x.stride(-1) == 1
+        and not any(number % size for number in (x.shape[-1], x.storage_offset(), *x.stride()[:-1]))
+        for x in tensors
+    )
+    return [x.view(torch.int64) for x in tensors] if fits else None
 
 
 def quarters(x: Tensor) -> Tensor:

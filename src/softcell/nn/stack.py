@@ -164,26 +164,30 @@ def owned(vector: Tensor, weights: Sequence[Tensor]) -> list[Tensor]:
     return own
 
 
-def flat(weights: Sequence[Tensor]) -> Tensor:
-    """Weights [c_out, c_in, k, k] of any sizes, one after the other, each ordered (c_out, tap, c_in): [total]"""
-    result: Tensor = _Flat.apply(*weights)  # type: ignore[no-untyped-call]
+def flat(weights: Sequence[Tensor], dtype: torch.dtype | None = None) -> Tensor:
+    """Weights [c_out, c_in, k, k] of any sizes, one after the other, each ordered (c_out, tap, c_in): [total]
+
+    dtype: of the result, that of the weights by default. Their gradients are converted back while they are copied.
+    """
+    result: Tensor = _Flat.apply(dtype, *weights)  # type: ignore[no-untyped-call]
     return result
 
 
 class _Flat(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, *weights: Tensor) -> Tensor:
+    def forward(ctx: Any, dtype: torch.dtype | None, *weights: Tensor) -> Tensor:
         ctx.save_for_backward(*weights)
-        return torch.cat([as_vector(w) for w in weights])
+        vector = torch.cat([as_vector(w) for w in weights])
+        return vector if dtype is None else vector.to(dtype)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, ...]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         weights: tuple[Tensor, ...] = ctx.saved_tensors
         if torch.is_grad_enabled():  # a copy in place could not be differentiated once more
-            parts = torch.split(gradient, [w.numel() for w in weights])
+            parts = torch.split(gradient.to(weights[0].dtype), [w.numel() for w in weights])
             shaped = (part.view(w.permute(0, 2, 3, 1).shape) for part, w in zip(parts, weights, strict=True))
-            return tuple(part.permute(0, 3, 1, 2) for part in shaped)
-        return tuple(owned(gradient.contiguous(), weights))
+            return None, *(part.permute(0, 3, 1, 2) for part in shaped)
+        return None, *owned(gradient.contiguous(), weights)
 
 
 def grouping_blocks_pays(x: Tensor) -> bool:

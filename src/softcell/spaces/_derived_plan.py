@@ -83,20 +83,29 @@ class DerivedCell:
     def __call__(self, states: Sequence[Tensor]) -> Tensor:
         """Maps the cell's input tensors [n, c_i, h_i, w_i], not preprocessed, to its concatenated nodes."""
         alone = DerivedPass([self], states[-1])
-        out = alone.run(self, states)
+        [out] = alone.run(self, states)
         alone.finish()
         return out
 
     def schedules(
-        self, shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, device: torch.device, *, training: bool
+        self,
+        shapes: Sequence[tuple[int, ...]],
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        training: bool,
+        apart: bool = False,
     ) -> list[Schedule]:
-        """The launches of a training step, or of a pass in evaluation mode, for inputs [n, c_i, h_i, w_i]."""
+        """The launches of a training step, or of a pass in evaluation mode, for inputs [n, c_i, h_i, w_i].
+
+        apart: nodes are returned separately, by `DerivedPass.run_nodes`.
+        """
         kernels, program = triton_kernels("derived"), self.program
         rows_last = tuple((n, height, width, c) for n, c, height, width in shapes)
         size = sum(w.numel() for w in self.parameters())
         drops = training and self.drop_path.probability > 0.0 and program.paths > 0
         known = not training and bool(self.norms)
-        form = Form.of(dtype, rows_last, size, known=known, drops=drops, shared=shares_norms())
+        form = Form.of(dtype, rows_last, size, known=known, drops=drops, shared=shares_norms(), apart=apart)
         found = [kernels.forward_schedule(program, form, device)]
         return [*found, kernels.backward_schedule(program, form, device)] if training else found
 
@@ -137,15 +146,20 @@ class DerivedPass:
         """Drop-path's factors [paths, n] of a cell; None: nothing is dropped."""
         return self._factors.get(id(cell))
 
-    def run(self, cell: DerivedCell, states: Sequence[Tensor]) -> Tensor:
-        """Maps the cell's input tensors [n, c_i, h_i, w_i], not preprocessed, to its concatenated nodes."""
+    def run(self, cell: DerivedCell, states: Sequence[Tensor], readers: int = 1) -> list[Tensor]:
+        """Maps the cell's input tensors [n, c_i, h_i, w_i], not preprocessed, to its concatenated nodes.
+
+        readers: how often they are returned (`derived_cell`).
+        """
         dtype = compute_type(states[-1])
         with torch.autocast(states[-1].device.type, enabled=False):
             parameters, running, shared = self._given(cell, states[-1], dtype)
             factors = self.factors_of(cell)
-            out, moments = derived_cell(cell.program, dtype, parameters, running, factors, *states, shared=shared)
-        self._note(cell, moments, out.numel() <= out.shape[1] and not shared, out.shape)
-        return out
+            *found, moments = derived_cell(
+                cell.program, dtype, parameters, running, factors, *states, shared=shared, readers=readers
+            )
+        self._note(cell, moments, found[0].numel() <= found[0].shape[1] and not shared, found[0].shape)
+        return found
 
     def run_nodes(self, cell: DerivedCell, states: Sequence[Tensor], factors: Tensor | None) -> list[Tensor]:
         """Runs a part of a cell: maps the input tensors of its program to its nodes, each [n, c, h, w].

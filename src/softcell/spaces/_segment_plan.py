@@ -28,7 +28,7 @@ from softcell.kernels.derived import NONE
 from softcell.kernels.norm import scaled
 from softcell.kernels.schedule import Schedule
 from softcell.nn.calibrate import Calibration, calibrated, run_calibrations
-from softcell.nn.conv import DilatedConv, FactorisedReduction, ReLUConvBN, SeparableConv, dense_gradient
+from softcell.nn.conv import DilatedConv, FactorisedReduction, ReLUConvBN, SeparableConv
 from softcell.nn.stochastic import DropPath
 from softcell.spaces._derived_plan import DerivedCell, DerivedPass, Pick, plan_derived
 from softcell.spaces._fused_plan import Norms, Unfit, pool_of
@@ -137,7 +137,7 @@ class SegmentedCell:
             if level.segment is not None and level.segment.cell is not None:
                 program = level.segment.cell.program
                 own = [(n, program.channels, height, width)] * program.inputs if program.is_raw else shapes
-                found += level.segment.cell.schedules(own, dtype, device, training=training)
+                found += level.segment.cell.schedules(own, dtype, device, training=training, apart=True)
             if number == 0:  # operations that leave the inputs stride, in programs and in modules
                 height, width = -(-height // self.stride), -(-width // self.stride)
         return found
@@ -156,22 +156,18 @@ class _Run:
             self._known[_node(i)] = module(states[i])
         self._dense: dict[Key, Tensor] = {}
         self._made: dict[int, dict[int, Tensor]] = {}  # by source, then by module
-        self._calibrated: set[int] = set()
 
     def values(self, outputs: Collection[int]) -> list[Tensor]:
         for level in self._cell.levels:
             for number, base, calibrations in level.blocks:
                 made = [(one.module, self._calibration(one)) for one in calibrations]
-                self._known[_node(number)] = calibrated(self._of(base), made)
-                self._calibrated.add(number)
+                self._known[_node(number)] = calibrated(self._of(base), made, at_once=True)
             for one in level.outside:
                 output = one.module(self._of(_node(one.source)))
                 self._known["outside", one.number, 0] = self._dropped(output, one.row)
             if level.segment is not None:
                 self._run_segment(level.segment)
-        found = [self._known[_node(number)] for number in outputs]
-        # Programs copy their gradients in any case.
-        return [dense_gradient(x) if n in self._calibrated else x for n, x in zip(outputs, found, strict=True)]
+        return [self._known[_node(number)] for number in outputs]
 
     def _run_segment(self, segment: Segment) -> None:
         if segment is self._cell.levels[0].segment and not self._cell.preprocess:
@@ -188,7 +184,7 @@ class _Run:
         self._known.update(zip(segment.writes, nodes, strict=True))
 
     def _of(self, key: Key) -> Tensor:
-        """A map in the layout that is fastest for modules; nodes of a program share a buffer."""
+        """A map in the layout that is fastest for modules, which a node of a program has anyway."""
         if key not in self._dense:
             self._dense[key] = self._known[key].contiguous(memory_format=torch.channels_last)
         return self._dense[key]

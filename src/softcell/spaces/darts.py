@@ -26,7 +26,7 @@ from softcell.errors import UserError
 from softcell.kernels.schedule import Schedule
 from softcell.nn.calibrate import Calibration
 from softcell.nn.candidates import Spec, get_candidate
-from softcell.nn.conv import AuxiliaryHead, FactorisedReduction, ReLUConvBN, dense_gradient
+from softcell.nn.conv import AuxiliaryHead, FactorisedReduction, ReLUConvBN, concatenated, dense_gradient
 from softcell.nn.norm import BatchNorm2d, updates_together
 from softcell.spaces._derived_plan import DerivedCell, DerivedPass
 from softcell.spaces._segment_plan import SegmentedCell
@@ -322,7 +322,7 @@ class DartsNetwork(Network):
     def _trace(self, x: Tensor) -> tuple[list[Tensor], Tensor]:
         older, newer = self.stem(x)
         stages: list[Tensor] = []
-        middle = newer
+        later = middle = newer  # what the cell after the next one reads, and the tower
         fused = [self._fused(i) if plan_network(newer) else None for i in range(len(self.plans))]
         forms = [cell for cell in fused if cell is not None]
         shared = DerivedPass(forms, newer)
@@ -330,9 +330,11 @@ class DartsNetwork(Network):
             for i, plan in enumerate(self.plans):
                 if plan.reduces:
                     stages.append(newer)
-                older, newer = newer, self._run_cell(i, fused[i], shared, older, newer)
+                given = iter(self._run_cell(i, fused[i], shared, older, newer))
+                older, newer = later, next(given)
+                later = next(given) if i + 2 < len(self.plans) else newer
                 if i == self._tower_after:
-                    middle = newer
+                    middle = newer if self.auxiliary is None else next(given)
         shared.finish()
         return [*stages, newer], middle
 
@@ -362,18 +364,23 @@ class DartsNetwork(Network):
 
     def _run_cell(
         self, number: int, fused: DerivedCell | SegmentedCell | None, shared: DerivedPass, older: Tensor, newer: Tensor
-    ) -> Tensor:
-        """The concatenated output of one cell, [n, c, h, w]."""
+    ) -> list[Tensor]:
+        """The concatenated output of one cell, [n, c, h, w], once for each of its readers.
+
+        They are the next cell or the classifier, then the cell after it, then the tower.
+        """
         plan = self.plans[number]
         outputs = self._outputs[plan.table]
+        has_tower = self.auxiliary is not None and number == self._tower_after
+        readers = 1 + (number + 2 < len(self.plans)) + has_tower
         if fused is None:
             nodes = self.cells[number](self.pre[number](older, newer))
-            return torch.cat([dense_gradient(nodes[n]) for n in outputs], dim=1)
+            return [torch.cat([dense_gradient(nodes[n]) for n in outputs], dim=1)] * readers
         if isinstance(fused, SegmentedCell):
-            return torch.cat(fused.run(shared, (older, newer), outputs), dim=1)
-        out = shared.run(fused, (older, newer))
+            return concatenated(fused.run(shared, (older, newer), outputs), readers)
         # The program concatenates all inner nodes. A genotype may name fewer of them, or another order.
         if outputs == tuple(range(INPUTS, INPUTS + fused.program.nodes)):
-            return out
+            return shared.run(fused, (older, newer), readers)
+        [out] = shared.run(fused, (older, newer))
         parts = torch.split(out, plan.width, dim=1)
-        return torch.cat([parts[n - INPUTS] for n in outputs], dim=1)
+        return concatenated([parts[n - INPUTS] for n in outputs], readers)
