@@ -134,6 +134,11 @@ def run(
             raise UserError("a resumed run keeps its settings; leave out everything but --resume and the folder")
         plan = Plan.open(place)
     else:
+        if folder is not None and data is not None:
+            raise UserError(
+                f"only --resume accepts a folder without an option, but got {str(folder)!r}; separate several budgets "
+                "by commas without spaces: --max-params 50k,100k"
+            )
         if folder is not None:
             raise UserError(f"pass the images as --data {folder}; a folder without an option is only for --resume")
         if data is None:
