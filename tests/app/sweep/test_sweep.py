@@ -416,6 +416,13 @@ def test_wrong_options_are_rejected(
     assert not (tmp_path / "out").exists()
 
 
+def test_a_folder_that_cannot_be_created_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").write_text("")
+    assert run_command(["sweep", str(plan(tmp_path)), "--out", str(tmp_path / "file")]) == 2
+    shown = capsys.readouterr().err
+    assert "file cannot be created (File exists); choose another --out" in shown
+
+
 def test_torchrun_may_not_start_a_sweep(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
