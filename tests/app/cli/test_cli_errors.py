@@ -21,6 +21,7 @@ from softcell.search import resolve
 from softcell.search.genotypes import read_genotype
 from softcell.settings import assignments
 from tests.helpers.cli_calls import CELL, TINY, Softcell
+from tests.helpers.report_runs import make_search
 
 WRONG: list[tuple[str, str]] = [
     ("search darts --classes 3", "pretrain.classes=3 (--classes) needs a first phase"),
@@ -155,6 +156,13 @@ def test_bad_input_gets_one_line_and_exit_code_2(line: str, expected: str, call:
 def test_a_wrong_notation_says_what_is_wrong_in_it(text: str, expected: str, call: Softcell) -> None:
     answer = call("show", text)
     assert (answer.code, expected in answer.error) == (2, True)
+
+
+def test_a_recipe_from_a_run_of_another_command_is_rejected(call: Softcell, tmp_path: Path) -> None:
+    make_search(tmp_path / "searched")
+    answer = call("train", "--config", "searched")
+    assert answer.code == 2
+    assert "--config of `softcell train` must be one of its own runs, but searched was created by" in answer.error
 
 
 def test_cuda_without_a_device_names_the_fix(call: Softcell, monkeypatch: pytest.MonkeyPatch) -> None:
