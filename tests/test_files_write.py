@@ -1,5 +1,7 @@
 """Files are written atomically."""
 
+import errno
+import os
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,20 @@ def test_a_reader_never_sees_a_half_written_file(tmp_path: Path, monkeypatch: py
 def test_a_missing_folder_is_explained(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="must be writable"):
         atomic_write_text(tmp_path / "none" / "a.txt", "x")
+
+
+@pytest.mark.parametrize(
+    ("number", "way_out"), [(errno.EACCES, "Make it writable or"), (errno.ENOSPC, "Free some space or")]
+)
+def test_the_way_out_of_a_failed_write_fits_its_cause(
+    number: int, way_out: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(descriptor: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr("os.fsync", fail)
+    with pytest.raises(UserError, match=f"{os.strerror(number)}.* {way_out} choose another folder"):
+        atomic_write_text(tmp_path / "a.txt", "x")
 
 
 def test_a_link_in_place_of_a_file_is_not_followed(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ After an atomic write a reader, or a crash, finds the old content or the new one
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -222,9 +223,11 @@ def write_temporary(path: Path, data: bytes) -> Path:
             os.fsync(stream.fileno())
     except OSError as error:
         temporary.unlink(missing_ok=True)
+        denied = error.errno in (errno.EACCES, errno.EPERM, errno.EROFS)
         raise UserError(
             f"{path} must be writable, but writing {len(data)} bytes failed: {error.strerror or error}; the previous "
-            f"content is untouched. Free some space or choose another folder, then resume."
+            f"content is untouched. {'Make it writable' if denied else 'Free some space'} or choose another folder, "
+            "then resume."
         ) from error
     return temporary
 

@@ -346,7 +346,10 @@ def _config(path: str | Path, kind: str) -> tuple[dict[str, Any], Genotype | Non
         return layered(data), None
     manifest = stored_fields(data, path)
     if manifest["kind"] != kind:
-        raise UserError(f"--config of a {kind} must be a {kind} run, but {path} is a {manifest['kind']} run")
+        raise UserError(
+            f"--config of `softcell {kind}` must be one of its own runs, but {path} was created by `softcell "
+            f"{manifest['kind']}`"
+        )
     stored = manifest["results"].get("genotype")
     return manifest["recipe"], None if stored is None else Genotype.from_dict(stored, f"{path}: genotype")
 

@@ -1,6 +1,7 @@
 """Image folders: odd images, odd sizes, missing parts, damage."""
 
 import warnings
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ from PIL import Image
 
 from softcell.data import Augment, Files, Resident, load
 from softcell.data.folder import choose_size
-from softcell.data.images import _fit, decode
+from softcell.data.images import DecodeError, _fit, decode
 from softcell.errors import UserError
 
 RANDOM = np.random.default_rng(0)
@@ -326,3 +327,8 @@ def test_flat_imagenet_validation_files_are_refused(tmp_path):
     Image.fromarray(noise(8, 8)).save(tmp_path / "val" / "ILSVRC2012_val_00000001.JPEG")
     with pytest.raises(UserError, match=r"val_00000001\.JPEG is not;"):
         load("imagenet", tmp_path)
+
+
+def test_an_image_without_permission_is_named_once():
+    text = str(DecodeError(Path("a.png"), PermissionError(13, "Permission denied", "a.png")))
+    assert "but a.png is not (PermissionError: Permission denied);" in text

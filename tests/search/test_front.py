@@ -122,3 +122,8 @@ def test_a_front_is_drawn_in_the_order_of_cost() -> None:
     svg = front_svg([(200e3, 0.9, "200k"), (50e3, 0.7, "50k & less")], "A <search>", "parameters", "accuracy")
     minidom.parseString(svg)
     assert svg.index("50k &amp; less: 70") < svg.index("200k: 90")
+
+
+def test_budgets_with_the_same_network_share_one_label() -> None:
+    svg = front_svg([(84e3, 0.8, "100k"), (84e3, 0.8, "200k"), (73e3, 0.7, "75k")], "t", "parameters", "accuracy")
+    assert ">100k, 200k</text>" in svg and ">100k</text>" not in svg and "100k, 200k: 80.0 %" in svg

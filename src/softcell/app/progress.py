@@ -145,6 +145,7 @@ class Display:
         """A listener for one of several runs: its lines begin with `label`, and its bar is below the others."""
         other = Display(self._console, heading, self._quiet)
         other._label, other._bar, other._notebook = f"{label}  ", self._bar, self._notebook
+        other._waiting = self._waiting  # the first run that starts ends the wait of all
         if self._bar is not None and self._task is not None:  # each has its own bar
             self._bar.remove_task(self._task)
             self._task = None

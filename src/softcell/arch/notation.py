@@ -84,7 +84,10 @@ def to_darts(genotype: Genotype) -> str:
         True
     """
     if set(genotype.cells) != {"normal", "reduce"}:
-        raise UserError(f"DARTS notation has a normal and a reduce cell, this genotype has {sorted(genotype.cells)}")
+        raise UserError(
+            f"DARTS notation has a normal and a reduce cell, this genotype has {sorted(genotype.cells)}; write "
+            "softcell JSON instead"
+        )
     parts = []
     for name in ("normal", "reduce"):
         cell = genotype.cells[name]
@@ -145,7 +148,10 @@ def to_nb201(genotype: Genotype) -> str:
         '|nor_conv_3x3~0|+|none~0|skip_connect~1|'
     """
     if set(genotype.cells) != {"cell"}:
-        raise UserError(f"a NAS-Bench-201 string has one cell named 'cell', got {sorted(genotype.cells)}")
+        raise UserError(
+            f"a NAS-Bench-201 string has one cell named 'cell', got {sorted(genotype.cells)}; write softcell JSON "
+            "instead"
+        )
     cell = genotype.cells["cell"]
     nodes = []
     for target in range(1, max((*cell.targets, *cell.output)) + 1):

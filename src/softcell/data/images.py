@@ -36,8 +36,9 @@ class DecodeError(UserError):
 
     def __init__(self, path: Path, error: Exception) -> None:
         self.reason = type(error).__name__
+        why = getattr(error, "strerror", None) or error  # the text of an OSError also has its number and the path
         super().__init__(
-            f"every image must be decodable, but {path} is not ({self.reason}: {error}); repair the file or remove it"
+            f"every image must be decodable, but {path} is not ({self.reason}: {why}); repair the file or remove it"
         )
 
 

@@ -12,6 +12,7 @@ process (`softcell.engine.interleave`) have one each (`exchange_seal`).
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from threading import Lock
@@ -49,7 +50,7 @@ def _part_sizes(fractions: Mapping[str, float | int], total: int) -> Counts:
     """Sizes of the parts plus, last, of the unused rest: int64 [parts + 1], summing to `total`."""
     if not fractions:
         raise UserError("a split needs at least one part, but got none; pass for example {'train': 0.5, 'valid': 0.5}")
-    shares = []
+    shares, listed = [], ", ".join(f"{name}={value}" for name, value in fractions.items())
     for name, value in fractions.items():
         if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
             raise UserError(
@@ -63,8 +64,8 @@ def _part_sizes(fractions: Mapping[str, float | int], total: int) -> Counts:
     rest = total - sum(shares)
     if rest < -_ROUNDING * total:
         raise UserError(
-            f"the parts must not exceed the {total} available images, but {dict(fractions)} asks for "
-            f"{sum(shares):g}; make a part smaller"
+            f"the parts must not exceed the {total:,} available images, but `{listed}` asks for "
+            f"{math.ceil(sum(shares)):,}; make a part smaller"
         )
     shares.append(rest if rest > _ROUNDING * total else 0)
     exact = np.array(shares, np.float64)
@@ -76,7 +77,7 @@ def _part_sizes(fractions: Mapping[str, float | int], total: int) -> Counts:
         if size == 0:
             raise UserError(
                 f"every part of a split must get an image, but {name!r} would get none of {total} with "
-                f"{dict(fractions)}; add images, or make its share of `split` larger"
+                f"`{listed}`; add images, or make its share of `split` larger"
             )
     return sizes
 

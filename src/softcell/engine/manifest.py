@@ -220,7 +220,8 @@ def read_mapping(
     try:
         text = read_text(file)
     except (FileNotFoundError, UserError) as error:
-        raise UserError(f"{option} must name a YAML or JSON file that can be read, got {path} ({error})") from error
+        why = "no such file" if isinstance(error, FileNotFoundError) else str(error)
+        raise UserError(f"{option} must name a YAML or JSON file that can be read, got {path} ({why})") from error
     data = parse_json(text, str(file)) if file.suffix == ".json" else parse_yaml(text, str(file))
     if data is None:
         data = {}

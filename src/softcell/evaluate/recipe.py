@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -348,7 +348,8 @@ def resolve(genotype: Genotype, *layers: Mapping[str, Any]) -> TrainRecipe:
             base["image_size"] = RETRIEVED_SIZE
     values = merge(RECIPES[name], base, given)
     values["auto"] = _left_to_data(RECIPES[name].get("auto", ()), *layers)
-    recipe = build(TrainRecipe, values, where="recipe")
+    others = [f"space.{one.name}" for one in fields(space) if one.init]  # type: ignore[arg-type]
+    recipe = build(TrainRecipe, values, where="recipe", elsewhere=others)
     full = to_dict(recipe)
     explicit = layered(*layers[-1:]).get("space_settings", {})
     full["space_settings"] = to_dict(fit_space(genotype, build_space(genotype.space, recipe.space_settings), explicit))

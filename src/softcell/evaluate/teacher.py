@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -101,7 +101,8 @@ def resolve_teacher(name: str, *layers: Mapping[str, Any]) -> TeacherRecipe:
         raise UserError(f"the recipe of a teacher must be one of {', '.join(RECIPES)}, got {scale!r}")
     own = {"recipe": scale, "classifier": name}
     small = {"classifier_settings": dict(architecture.small)} if scale == "small" else {}
-    recipe = build(TeacherRecipe, merge(_FIXED, RECIPES[scale], small, own, given), where="recipe")
+    others = [f"classifier.{one.name}" for one in fields(architecture) if one.init]  # type: ignore[arg-type]
+    recipe = build(TeacherRecipe, merge(_FIXED, RECIPES[scale], small, own, given), where="recipe", elsewhere=others)
     full = to_dict(recipe)
     full["classifier_settings"] = to_dict(build(architecture, recipe.classifier_settings, f"classifier {name}"))
     return build(TeacherRecipe, full, where="recipe")

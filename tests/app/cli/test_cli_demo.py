@@ -35,6 +35,10 @@ def test_the_demo_rejects_a_folder_of_another_command(call: Softcell, tmp_path: 
     answer = call("demo", "--out", "mine")
     assert answer.code == 2 and "1. Search" not in answer.out
     assert "a demo needs a new folder" in answer.error and "choose another --out" in answer.error
+    (tmp_path / "sweep").mkdir()
+    (tmp_path / "sweep" / "sweep.yaml").write_text("methods: [darts]")
+    answer = call("demo", "--out", "sweep")
+    assert (answer.code, answer.out) == (2, "") and "sweep holds other files" in answer.error
 
 
 @pytest.mark.usefixtures("tiny")
@@ -66,7 +70,7 @@ def test_the_demo_goes_from_searches_to_a_test_against_random_cells(call: Softce
     assert len(before) == len(names)
 
     other = call("demo", "--threads", "1", "--seed", "2", "--out", "runs/demo-1")
-    assert other.code == 2 and "a demo is resumed with its own seed" in other.error
+    assert (other.code, other.out) == (2, "") and "a demo is resumed with its own seed" in other.error
     assert before == {path: path.stat().st_mtime_ns for path in folder.rglob("model.safetensors")}
 
 

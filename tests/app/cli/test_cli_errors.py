@@ -21,6 +21,7 @@ from softcell.search import resolve
 from softcell.search.genotypes import read_genotype
 from softcell.settings import assignments
 from tests.helpers.cli_calls import CELL, TINY, Softcell
+from tests.helpers.report_runs import make_search
 
 WRONG: list[tuple[str, str]] = [
     ("search darts --classes 3", "pretrain.classes=3 (--classes) needs a first phase"),
@@ -47,10 +48,12 @@ WRONG: list[tuple[str, str]] = [
     ("search snas --set first_temperature=2", "did you mean 'method.first_temperature'?"),
     ("train cell.json --set weights.lr=0.1", "no setting 'weights.lr'; did you mean 'lr'?"),
     ("teacher resnet18 --set weights.lr=0.1", "no setting 'weights.lr'; did you mean 'lr'?"),
+    ("train cell.json --set nodes=3", "no setting 'nodes'; did you mean 'space.nodes'?"),
+    ("teacher resnet18 --set width=8", "no setting 'width'; did you mean 'classifier.width'?"),
     ("search --set epochs", "key=value"),
     ("search --set epochs=many", "whole number"),
     ("search --set weights.lr=fast", "a number"),
-    ("search --epochs many", "--epochs"),
+    ("search --epochs many", "'many'"),
     ("search --epochs -3", "`epochs >= 1` must hold, but got epochs=-3"),
     ("search --epochs 0", "epochs=0"),
     ("search --set space.cells=1", "`cells >= 3` must hold"),
@@ -58,7 +61,7 @@ WRONG: list[tuple[str, str]] = [
     ("search fullattention --set space.channels=24", "`channels` must be a multiple of 16"),
     ("search fullattention --set pretrain.data=no/such/folder", "existing path"),
     ("search --device tpu", "the device must be"),
-    ("search --config missing.yaml", "missing.yaml"),
+    ("search --config missing.yaml", "missing.yaml (no such file)"),
     ("search --config broken.json", "not valid JSON"),
     ("search --config broken.yaml", "cannot be read as YAML"),
     ("search --config key.yaml", "no setting 'lr'"),
@@ -73,6 +76,8 @@ WRONG: list[tuple[str, str]] = [
     ("search --resume", "needs the folder"),
     ("search --resume --out empty", "run.json"),
     ("search --resume missing/run", "run.json"),
+    ("search --resume missing", "but 'missing' is not a folder"),
+    ("run --data digits --max-params 50k 100k", "separate several budgets by commas without spaces"),
     ("train", "needs a genotype"),
     ("train missing.json", "missing.json"),
     ("train empty", "genotype.json"),
@@ -83,14 +88,16 @@ WRONG: list[tuple[str, str]] = [
     ("train other.json", "'normal'"),
     ("train cell.json --recipe cifr", "did you mean 'cifar'"),
     ("train cell.json --cells 4", "no setting 'cells'"),
-    ("train cell.json --random -1", "--random"),
+    ("train cell.json --random -1", "-1"),
+    ("search --set split.weights=0.9 --set split.validation=0.5", "`weights=0.9, validation=0.5` asks for 1,886;"),
     ("train cell.json --set space.candidates=[none,skip_connect] --random 1", "leave out --random"),
     ("train --resume", "needs the folder"),
     ("show binary.json", "cannot be read"),
     ("info missing.json", "missing.json"),
     ("info cell.json --input 3x32", "3x32x32"),
     ("info nb201 --set epochs=3", "settings of the space"),
-    ("convert cell.json --to darts", "normal and a reduce cell"),
+    ("info nb201 --input 3x32x32", "--input applies to the network of an architecture"),
+    ("convert cell.json --to darts", "normal and a reduce cell, this genotype has ['cell']; write softcell JSON"),
     ("convert cell.json --to yaml", "json"),
     ("convert cell.json --out cell.json", "--overwrite"),
     ("random --space nb201 --count 0", "--count"),
@@ -149,6 +156,13 @@ def test_bad_input_gets_one_line_and_exit_code_2(line: str, expected: str, call:
 def test_a_wrong_notation_says_what_is_wrong_in_it(text: str, expected: str, call: Softcell) -> None:
     answer = call("show", text)
     assert (answer.code, expected in answer.error) == (2, True)
+
+
+def test_a_recipe_from_a_run_of_another_command_is_rejected(call: Softcell, tmp_path: Path) -> None:
+    make_search(tmp_path / "searched")
+    answer = call("train", "--config", "searched")
+    assert answer.code == 2
+    assert "--config of `softcell train` must be one of its own runs, but searched was created by" in answer.error
 
 
 def test_cuda_without_a_device_names_the_fix(call: Softcell, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -126,6 +126,7 @@ def test_help_has_examples_fits_80_columns_and_documents_every_option(
     assert f"softcell {command}" in answer.out.partition("Examples:")[2]
     assert max(len(line) for line in answer.out.splitlines()) <= 80
     assert "<bool>" not in answer.out, "flags take no value"
+    assert "…" not in answer.out.replace("small|paper|…", ""), "a word is cut off because its column is too narrow"
 
 
 def test_paragraphs_of_help_have_no_line_breaks_of_the_source() -> None:

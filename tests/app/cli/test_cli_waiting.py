@@ -101,6 +101,10 @@ def test_a_run_that_starts_slowly_says_that_it_is_preparing(terminal: bool, monk
         display(Started(0, 0, 1))
         time.sleep(0.6)
     assert PREPARING not in stream.getvalue()
+    with Display(console, "several runs") as display:
+        display.beside("seed 0", "run")(Started(0, 0, 1))
+        time.sleep(0.6)
+    assert PREPARING not in stream.getvalue()
 
 
 def test_counting_shows_a_bar_or_lines_and_nothing_when_quiet() -> None:

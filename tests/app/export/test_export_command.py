@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import runpy
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable
@@ -14,6 +15,7 @@ import pytest
 from PIL import Image
 
 from softcell.api import export
+from softcell.app.cli.main import run
 
 Answer = tuple[int, str, str]
 
@@ -94,3 +96,17 @@ def test_a_closed_pipe_is_no_error(call: Callable[..., Answer], file: Path) -> N
     running.stdout.close()
     assert running.stderr.read() == ""
     assert running.wait(timeout=60) == 0
+
+
+def test_the_command_that_an_export_prints_classifies_an_image(
+    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run(["export", str(trained), "--to", "python", "--out", "my model"]) == 0
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("use ")]
+    command, _, imports = line.removeprefix("use").strip().partition(", or: ")
+    Image.fromarray(np.zeros((8, 8), np.uint8)).save("image.jpg")
+    _, *words = shlex.split(command)
+    shown = subprocess.run([sys.executable, *words], capture_output=True, text=True, check=True).stdout
+    assert "%" in shown
+    subprocess.run([sys.executable, "-c", f"{imports}; load()"], cwd="my model", check=True)

@@ -139,6 +139,11 @@ def test_nothing_to_use_is_an_error(tmp_path: Path) -> None:
         paint(tmp_path / "flat" / f"{number}.png", 0, number)
     with pytest.raises(UserError, match="3 images in it, but not in a class folder"):
         inspect_folder(tmp_path / "flat")
+    for name in ("a", "b"):
+        (tmp_path / "broken" / name).mkdir(parents=True)
+        (tmp_path / "broken" / name / "0.png").write_bytes(b"not an image")
+    with pytest.raises(UserError, match=r"none of the 2 images below .*broken can be read, such as a/0.png \("):
+        inspect_folder(tmp_path / "broken")
 
 
 def test_a_dataset_by_name_gives_the_same_facts() -> None:

@@ -122,7 +122,7 @@ def test_a_search_was_worth_it_only_if_it_beats_the_plain_network_beyond_chance(
     worth, lines = verdict(made(results(plain_1=0.95, found=0.9, random_1=0.8, random_2=0.81)))
     assert not worth and "the plain network is better" in lines[-1]
     worth, lines = verdict(made(results(plain_1=0.9, found=0.9, random_1=0.8, random_2=0.81)))
-    assert not worth and "better cell than random ones" in lines[-1]
+    assert not worth and "better cell than random ones" in lines[-1] and "not clear" in lines[-1]
     worth, lines = verdict(made(results(plain_1=0.8, found=0.9, random_1=0.95, random_2=0.951)))
     assert not worth  # a search that loses to chance was not worth it, whatever the plain network does
     worth, lines = verdict(made(results(plain_1=0.9, found=0.9, random_1=0.7, random_2=0.95)))
@@ -168,6 +168,9 @@ def test_without_search_or_competition_the_verdict_claims_nothing() -> None:
 def test_the_verdict_says_that_a_network_learned_nothing() -> None:
     guessing = dataclasses.replace(made(results(plain_1=0.5, found=0.5), accuracy=0.5), most_frequent=0.5)
     assert "nothing useful" in verdict(guessing)[1][-1]
+    single = dataclasses.replace(guessing, delivered=dataclasses.replace(guessing.delivered, accuracy=1.0))
+    lines = verdict(dataclasses.replace(single, most_frequent=1.0))[1]
+    assert "All test images are of one class" in lines[-1] and not any("nothing useful" in line for line in lines)
 
 
 def test_the_verdict_compares_with_the_own_model_on_the_test_images() -> None:

@@ -195,6 +195,22 @@ def test_different_kinds_of_accuracy_are_never_compared(tmp_path: Path) -> None:
     assert any("never compared" in note for note in found.notes)
 
 
+def test_supernets_with_recalibrated_and_with_running_statistics_are_never_compared(tmp_path: Path) -> None:
+    for seed in range(2):
+        make_search(tmp_path / f"d{seed}", seed=seed, accuracy=0.8 + seed / 50)
+        make_search(tmp_path / f"g{seed}", seed=seed, accuracy=0.6 + seed / 50, method="gdas")
+        file = tmp_path / f"g{seed}" / "run.json"
+        manifest = json.loads(file.read_text())
+        manifest["results"]["val_accuracy_bn"] = manifest["results"]["val_accuracy"]
+        file.write_text(json.dumps(unsealed(manifest)))
+    found = comparison(tmp_path)
+    assert [group.measure for group in found.groups] == [
+        "supernet, BatchNorm recalibrated, validation split",
+        "supernet, validation split",
+    ]
+    assert found.pairs == ()
+
+
 def test_top_5_is_shown_if_all_runs_of_a_group_have_it(tmp_path: Path) -> None:
     """Older runs have none: their group says so and keeps its accuracy."""
     for seed, top5 in ((0, 0.875), (1, 0.9375)):

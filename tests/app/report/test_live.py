@@ -150,7 +150,7 @@ def test_several_budgets_have_their_table_as_soon_as_it_is_written(tmp_path: Pat
 
 
 def test_a_taken_port_is_a_clear_error(server: LiveServer, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="choose another --port"):
+    with pytest.raises(UserError, match=r"\(Address already in use\); choose another --port"):
         LiveServer(LivePage([tmp_path]), server.server_port)
 
 

@@ -254,6 +254,7 @@ def test_printing_a_plan_makes_nothing(
     assert "drop-path" in printed
     assert "search    snas-mild" in printed
     assert "Nothing was run" in printed
+    assert "all steps on digits, with small networks, one epoch per run and fewer seeds" in " ".join(printed.split())
     assert list(tmp_path.iterdir()) == []
 
 

@@ -57,7 +57,8 @@ def test_a_file_becomes_methods_times_spaces_times_seeds(tmp_path: Path) -> None
         ({"spaces": ["nb2"]}, "no space 'nb2'"),
         ({"methods": []}, "at least one"),
         ({"seeds": [1, 1]}, "duplicate entry 1 in `seeds`"),
-        ({"seeds": 0}, "at least one"),
+        ({"seeds": 0}, "at least 1, but got 0"),
+        ({"seeds": -2}, "at least 1, but got -2"),
         ({"seeds": [-1]}, r"`0 <= seed < 2\*\*63` must hold, but got seed=-1"),
         ({"seeds": [2**63]}, "but got seed=9223372036854775808"),
         ({"seeds": 20261116}, r"must be at most 10,000, but got 20261116; write \[20261116\]"),
@@ -413,6 +414,13 @@ def test_wrong_options_are_rejected(
     assert run_command(["sweep", str(plan(tmp_path)), "--out", str(tmp_path / "out"), *options]) == 2
     assert expected in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_that_cannot_be_created_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").write_text("")
+    assert run_command(["sweep", str(plan(tmp_path)), "--out", str(tmp_path / "file")]) == 2
+    shown = capsys.readouterr().err
+    assert "file cannot be created (File exists); choose another --out" in shown
 
 
 def test_torchrun_may_not_start_a_sweep(

@@ -172,12 +172,18 @@ def info(
     what: Annotated[
         str, typer.Argument(metavar="GENOTYPE|RUN|SPACE", help="An architecture, a run folder or the name of a space.")
     ],
-    cells: Annotated[int | None, typer.Option(metavar="N", help="Depth of the network. Default: as for CIFAR.")] = None,
-    channels: Annotated[int | None, typer.Option(metavar="N", help="Initial width. Default: as for CIFAR.")] = None,
-    input_: Annotated[
-        str | None, typer.Option("--input", metavar="CxHxW", help="Size of an image. Default: 3x32x32.")
+    cells: Annotated[
+        int | None, typer.Option(metavar="N", help="Depth of the network. Default: the run's, or as for CIFAR.")
     ] = None,
-    classes: Annotated[int | None, typer.Option(metavar="N", min=1, help="Number of classes. Default: 10.")] = None,
+    channels: Annotated[
+        int | None, typer.Option(metavar="N", help="Initial width. Default: the run's, or as for CIFAR.")
+    ] = None,
+    input_: Annotated[
+        str | None, typer.Option("--input", metavar="CxHxW", help="Size of an image. Default: the run's, or 3x32x32.")
+    ] = None,
+    classes: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Number of classes. Default: the run's, or 10.")
+    ] = None,
     set_: o.SetSpace = None,
     plugin: o.Plugin = None,
     trust: o.Trust = False,
@@ -191,6 +197,8 @@ def info(
     size = {key: value for key, value in (("cells", cells), ("channels", channels)) if value is not None}
     settings = merge(size, o.space_settings(set_))
     if what in SPACES:
+        if input_ is not None:
+            raise UserError(f"--input applies to the network of an architecture, but {what} is a space; leave it out")
         _describe_space(console(), what, settings, classes or 10)
     else:
         _describe_network(console(), what, settings, None if input_ is None else o.parse_shape(input_), classes)

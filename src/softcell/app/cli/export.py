@@ -121,7 +121,8 @@ def _use(kind: str, file: Path) -> str:
         case "torch-export":
             return f'torch.export.load("{file}").module()(images)  # float32 in 0..1'
         case "python":
-            return f"python {shlex.quote(str(file))} image.jpg, or: from {file.stem} import load, normalise"
+            script = file.with_name("predict.py")  # `file` is model.py, which holds only the network
+            return f"python {shlex.quote(str(script))} image.jpg, or: from {script.stem} import load, normalise"
         case _:
             return f'softcell.api.Network.from_pretrained("{file.parent}")'
 

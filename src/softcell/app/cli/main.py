@@ -255,8 +255,7 @@ def run(arguments: list[str]) -> int:
     except UserError as error:
         return _fail(str(error))
     except _UsageError as error:
-        # Typer checks choices through pydantic, which puts these words first.
-        text = str(error.format_message()).replace("Value error, ", "").rstrip(".")
+        text = _usage_text(error)
         return _fail(f"{text}{' See' if text.endswith('?') else '; see'} `{name} --help`") if text else USAGE
     except (KeyboardInterrupt, typer.Abort):
         print("Interrupted. No partial files were left; run the same command to resume.", file=sys.stderr)
@@ -274,6 +273,17 @@ def run(arguments: list[str]) -> int:
         if reason is None:
             raise
         return _fail(reason)
+
+
+def _usage_text(error: Any) -> str:
+    """What is wrong with the command line, with the value. Newer versions of Typer check values through pydantic."""
+    # Pydantic puts `Value error` before Typer's own messages, and its messages leave out the value.
+    text = str(error.format_message()).replace("Value error, ", "").rstrip(".")
+    rejected: list[Any] = getattr(error.__cause__, "errors", list)()
+    if "Input should be" in text and rejected:
+        text = text.replace("Input should be", "must be").partition(", unable to parse")[0]
+        text = f"{text}, got {str(rejected[0]['input'])!r}"
+    return text
 
 
 def _question() -> Callable[[str], bool] | None:

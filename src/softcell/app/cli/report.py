@@ -269,7 +269,13 @@ def sweep(
     # Jobs cannot ask the user: they trust the contents that are trusted here, not later versions of the same files.
     launcher = make_launcher(on, folder.resolve(), jobs, options, {PASSED_ON: digests(code)} if code else {})
     source = plan / PLAN if plan.is_dir() else plan
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(
+            f"a sweep needs a writable folder, but {folder} cannot be created ({error.strerror or error}); choose "
+            "another --out"
+        ) from error
     if source.resolve() != (folder / PLAN).resolve():
         kept = folder / PLAN
         if kept.exists() and kept.read_bytes() != source.read_bytes():

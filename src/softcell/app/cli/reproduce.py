@@ -160,7 +160,10 @@ def _print_plan(screen: Console, plan: Plan, measure: bool) -> None:
     for rule in PROTOCOL:
         screen.print(f"  - {rule}", markup=False)
     if plan.small:
-        screen.print("This is a rehearsal: the same runs on digits, each for one epoch.", style="yellow")
+        screen.print(
+            "This is a rehearsal: all steps on digits, with small networks, one epoch per run and fewer seeds.",
+            style="yellow",
+        )
     screen.print()
     times = measured_times(plan, plan.jobs, measure, lambda text: screen.print(text, markup=False))
     for one in plan.tables:

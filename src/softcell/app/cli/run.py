@@ -134,6 +134,11 @@ def run(
             raise UserError("a resumed run keeps its settings; leave out everything but --resume and the folder")
         plan = Plan.open(place)
     else:
+        if folder is not None and data is not None:
+            raise UserError(
+                f"only --resume accepts a folder without an option, but got {str(folder)!r}; separate several budgets "
+                "by commas without spaces: --max-params 50k,100k"
+            )
         if folder is not None:
             raise UserError(f"pass the images as --data {folder}; a folder without an option is only for --resume")
         if data is None:
@@ -268,21 +273,19 @@ def demo(
     again += [word for name, value in given.items() for word in (f"--{name}", str(value))]
 
     search, first = folder / "search", DEMO_SEARCHES * seed  # demos with different seeds share no search
-    others = [entry for entry in search.iterdir() if entry.name != LOCK] if search.is_dir() else []
-    if others and not (search / SEEDS).is_file():
-        raise UserError(
-            f"a demo needs a new folder or one of an earlier demo, but {search} holds other files; choose another --out"
-        )
+    if not (search / SEEDS).is_file():
+        _check_empty(folder, but=search.name)
+        _check_empty(search, but=LOCK)  # all that a demo interrupted at its very start left behind
     seeds = list(range(first, first + DEMO_SEARCHES))
-    screen.print("1. Search for cells on 8x8 handwritten digits (UCI, included in the package)", style="bold")
-    screen.print(
-        f"Every edge is a separable convolution or noise (space s4); DARTS must avoid the noise, {DEMO_SEARCHES} times"
-    )
     if (search / SEEDS).is_file() and (known := read_seeds(search)) != seeds:
         raise UserError(
             f"a demo is resumed with its own seed, but {search} has seeds {known[0]} to {known[-1]} and "
             f"--seed {seed} means {first} to {seeds[-1]}; choose another --out, or the --seed of the folder"
         )
+    screen.print("1. Search for cells on 8x8 handwritten digits (UCI, included in the package)", style="bold")
+    screen.print(
+        f"Every edge is a separable convolution or noise (space s4); DARTS must avoid the noise, {DEMO_SEARCHES} times"
+    )
     begun = any(jobs.has_run(seed_folder(search, one)) for one in seeds)
     code = run_seeds(
         {**DEMO_SEARCH, **given, "seed": first},
@@ -312,6 +315,14 @@ def demo(
         return stopped
     _show_demo(screen, folder, trained, list(found), seed)
     return 0
+
+
+def _check_empty(folder: Path, but: str) -> None:
+    """Fails if a folder holds anything `but` one entry."""
+    if folder.is_dir() and any(entry.name != but for entry in folder.iterdir()):
+        raise UserError(
+            f"a demo needs a new folder or one of an earlier demo, but {folder} holds other files; choose another --out"
+        )
 
 
 def _train_all(

@@ -100,8 +100,8 @@ def search(
         int | None,
         typer.Option(
             metavar="N",
-            help="Count budgets for images of N×N pixels instead of the searched size; set the sizes of the network "
-            "with --set resource.sizes=imagenet and --set resource.num_classes=1000.",
+            help="Count budgets for images of N×N pixels instead of the searched size; resource.sizes and "
+            "resource.num_classes (--set) give the size of the network and its number of classes.",
         ),
     ] = None,
     latency_table: Annotated[
@@ -307,7 +307,8 @@ def resumed(
         if waiting
         else "there is no unfinished run here"
     )
-    raise UserError(f"--resume needs the folder of the run, as `softcell {kind} --resume DIR`; {hint}")
+    wrong = "" if first is None else f", but {first!r} is not a folder"
+    raise UserError(f"--resume needs the folder of the run, as `softcell {kind} --resume DIR`{wrong}; {hint}")
 
 
 def unfinished(kind: str) -> list[Path]:

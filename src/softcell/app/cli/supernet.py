@@ -141,10 +141,10 @@ def indicators(
     """Compare how indicators rate the candidates of a trained supernet, edge by edge.
 
     alpha: the probabilities of the search's own method. attention: the attention of IT-NAS's indicator token, from one
-    pass over the validation split. perturbation: the accuracy that the supernet loses without a candidate.
-    discretisation: the accuracy that it has when an edge keeps only that candidate (IT-NAS, Figure 3; only on request).
-    Attention on another method's supernet, and alpha on one of IT-NAS (only on request), are trained on it first with
-    its weights frozen.
+    pass over the validation split. perturbation: the accuracy that the supernet loses without a candidate
+    (perturbation_loss: how much its loss rises). discretisation: the accuracy that it has when an edge keeps only that
+    candidate (IT-NAS, Figure 3; only on request). Attention on another method's supernet, and alpha on one of IT-NAS
+    (only on request), are trained on it first with its weights frozen.
     """
     o.load_plugins(plugin)
     screen, target = console(), out or run / "indicators.json"

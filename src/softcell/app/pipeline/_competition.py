@@ -155,7 +155,10 @@ def decide(results: Sequence[Result], kinds: Mapping[str, Kind], count: int, lon
         return Decision(base.name, "it was the best", "best", base.name, longer=longer)
     words = f"{lead * 100:.1f} points better than {against.name}"
     if kinds[ahead.name] != "plain" and lead > error:
-        why = f"it was {words}, the best plain network"
+        why = (
+            f"it was {words}, the best plain network, which is more than one standard error ({error * 100:.1f} points "
+            f"on {count_of(count, 'image')})"
+        )
         return Decision(ahead.name, why, "cell", ahead.name, lead, error, longer)
     if kinds[ahead.name] != "plain":
         why = (

@@ -163,6 +163,12 @@ def inspect_folder(root: Path, on_step: OnStep | None = None) -> Inspection:
             f"({', '.join(sorted(SUFFIXES))})"
         )
     kept, broken = _read(images, root, on_step)
+    if not kept:
+        name, reason = broken[0]
+        raise UserError(
+            f"none of the {count_of(len(broken), 'image')} below {root} can be read, such as {name} ({reason}); repair "
+            "or replace them"
+        )
     is_plain = is_plain and not broken
     merged = {part for part, _ in parts}
     if "val" in merged:

@@ -241,7 +241,9 @@ def verdict(summary: Summary) -> tuple[bool, list[str]]:
             "more --time, or when the machine is idle."
         )
     share = summary.most_frequent
-    if delivered.accuracy <= share + 2 * standard_error(delivered.accuracy, share, count):
+    if share == 1.0:
+        lines.append("All test images are of one class, so their accuracy does not show whether anything was learned.")
+    elif delivered.accuracy <= share + 2 * standard_error(delivered.accuracy, share, count):
         lines.append(f"Always predicting the most frequent class gives {share:.1%}: nothing useful was learned.")
     return worth, lines
 
@@ -280,7 +282,7 @@ def _compared(summary: Summary) -> tuple[list[str], bool]:
     elif ahead < -chance:
         lines.append("The search was not worth it here: the plain network is better.")
     elif beats:
-        lines.append("The search found a better cell than random ones, but not one that beats a plain network.")
+        lines.append("The search found a better cell than random ones; whether it beats a plain network is not clear.")
     else:
         lines.append("As far as these results show, the search was not worth it here.")
     return lines, worth

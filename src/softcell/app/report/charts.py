@@ -216,7 +216,7 @@ def scatter(title: str, x_label: str, clouds: Sequence[Cloud]) -> Html:
 
 def front_svg(points: Sequence[tuple[float, float, str]], title: str, x_label: str, y_label: str) -> str:
     """An SVG file of accuracy, a share, against cost; points: (cost, accuracy, label), drawn in the order of cost."""
-    ordered = sorted(points)
+    ordered = sorted(points, key=lambda point: point[:2])  # stable: equal points keep the order of their labels
     heading = shorten(title, 80)
     rows = _labelled(ticks(min(y for _, y, _ in ordered), max(y for _, y, _ in ordered)), shares=True)
     costs = ticks(min(x for x, _, _ in ordered), max(x for x, _, _ in ordered))
@@ -225,14 +225,19 @@ def front_svg(points: Sequence[tuple[float, float, str]], title: str, x_label: s
     body = [text(MARGIN, MARGIN + 16, heading, "sc-title"), text(MARGIN, MARGIN + 38, y_label, "sc-quiet")]
     body += _frame(axes, rows, _short(costs, least=1e3), x_label)
     body += _line(axes, Series(y_label, [(x, y) for x, y, _ in ordered]), 0)
-    facts = []
+    facts, widest = [], 0.0
+    labels: dict[tuple[float, float], list[str]] = {}
     for x, y, label in ordered:
+        labels.setdefault((x, y), []).append(label)  # several budgets may lead to the same network
+    for (x, y), same in labels.items():
         place = axes.place(x, y)
-        fact = f"{label}: {percent(y)}, {big(x)} {x_label}"
+        fact = f"{', '.join(same)}: {percent(y)}, {big(x)} {x_label}"
         body.append(f"<g><title>{escape(fact)}</title>{mark(LOOKS[0], *place)}</g>")
-        body.append(text(place[0], place[1] - 8, shorten(label, 12), "sc-quiet sc-num", "middle"))
+        label = shorten(", ".join(shorten(one, 12) for one in same), 30)
+        widest = max(widest, cells(label) * DIGITS)
+        body.append(text(place[0], place[1] - 8, label, "sc-quiet sc-num", "middle"))
         facts.append(f"{fact}.")
-    width = max(axes.right + 30, MARGIN + cells(heading) * 10.5) + MARGIN
+    width = max(axes.right + max(30, widest / 2), MARGIN + cells(heading) * 10.5) + MARGIN
     return page(width, axes.bottom + 38 + MARGIN - 6, heading, " ".join(facts), sheet(), body)
 
 

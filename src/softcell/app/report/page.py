@@ -325,9 +325,8 @@ class LiveServer(ThreadingHTTPServer):
         try:
             super().__init__((LOOPBACK, port), _Handler)
         except (OSError, OverflowError) as error:
-            raise UserError(
-                f"port {port} of {LOOPBACK} cannot be used ({error}); choose another --port, or 0"
-            ) from error
+            why = getattr(error, "strerror", None) or error
+            raise UserError(f"port {port} of {LOOPBACK} cannot be used ({why}); choose another --port, or 0") from error
         self.names = {f"{name}:{self.server_port}" for name in (LOOPBACK, "localhost")}
 
     @property

@@ -144,6 +144,9 @@ class Run:
             return _score(results.get("accuracy"), measure, results.get("top5"))
         best = next((row["best_val_accuracy"] for row in reversed(self.metrics) if "best_val_accuracy" in row), None)
         split = results.get("val_split", "validation")
+        # In runs of earlier versions the two may differ: `val_accuracy` was measured with the running statistics.
+        is_recalibrated = results.get("val_accuracy_bn") == results.get("val_accuracy")
+        norms = ", BatchNorm recalibrated" if is_recalibrated else ""
         return (
             _score(
                 results.get("child_accuracy_bn"),
@@ -156,7 +159,7 @@ class Run:
                 results.get("child_top5"),
             )
             or _score(best, f"best architecture of the search, {split} split")
-            or _score(results.get("val_accuracy"), f"supernet, {split} split", results.get("val_top5"))
+            or _score(results.get("val_accuracy"), f"supernet{norms}, {split} split", results.get("val_top5"))
         )
 
 

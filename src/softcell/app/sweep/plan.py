@@ -70,6 +70,10 @@ class Plan:
                 f"sweep: a number of `seeds` must be at most {MAX_SEEDS:,}, but got {self.seeds}; write "
                 f"[{self.seeds}] to use that as a seed"
             )
+        if isinstance(self.seeds, int) and self.seeds < 1:
+            raise UserError(
+                f"sweep: a number of `seeds` must be at least 1, but got {self.seeds}; or list them: [0, 1]"
+            )
         for name, values in (("methods", self.methods), ("spaces", self.spaces), ("seeds", self.all_seeds)):
             if not values:
                 raise UserError(f"sweep: `{name}` must name at least one")
