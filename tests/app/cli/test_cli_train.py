@@ -80,7 +80,7 @@ def test_an_unfinished_search_has_no_genotype(call: Softcell, searched: Path, tm
 
 def test_train_rejects_the_recipe_of_a_search(call: Softcell, searched: Path) -> None:
     answer = call("train", CELL, "--config", searched)
-    assert (answer.code, "is a search run" in answer.error) == (2, True)
+    assert (answer.code, "was created by `softcell search`" in answer.error) == (2, True)
 
 
 class _Result:

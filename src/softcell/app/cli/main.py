@@ -279,8 +279,8 @@ def _usage_text(error: Any) -> str:
     """What is wrong with the command line, with the value. Newer versions of Typer check values through pydantic."""
     # Pydantic puts `Value error` before Typer's own messages, and its messages leave out the value.
     text = str(error.format_message()).replace("Value error, ", "").rstrip(".")
-    rejected: list[Any] = getattr(error.__cause__, "errors", list)()
-    if "Input should be" in text and rejected:
+    rejected: list[dict[str, Any]] = getattr(error.__cause__, "errors", list)()
+    if rejected and rejected[0]["type"] != "value_error":
         text = text.replace("Input should be", "must be").partition(", unable to parse")[0]
         text = f"{text}, got {str(rejected[0]['input'])!r}"
     return text
