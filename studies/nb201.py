@@ -270,7 +270,8 @@ def summaries(table: Nb201Table, rows: Sequence[Mapping[str, Any]]) -> list[dict
 def random_within(seconds: float, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
     """Random search stopped after `seconds`: the accuracy of its best cell, over seeds; None where one trained no cell.
 
-    `cells`: how many cells it had trained, on average. `is_shorter`: it ended before, so more cells might be better.
+    `values`: of each seed. `cells`: how many cells it had trained, on average. `is_shorter`: it ended before, so more
+    cells might be better.
     """
     reached = []
     for row in rows:
@@ -279,8 +280,8 @@ def random_within(seconds: float, rows: Sequence[Mapping[str, Any]]) -> dict[str
     if not all(reached):
         return None
     shorter = any(device_seconds(row) < seconds for row in rows)
-    best = spread([own[-1][RANKED_BY] for own in reached])
-    return {**best, "cells": sum(map(len, reached)) / len(reached), "is_shorter": shorter}
+    values = [own[-1][RANKED_BY] for own in reached]
+    return {**spread(values), "values": values, "cells": sum(map(len, reached)) / len(reached), "is_shorter": shorter}
 
 
 def _tau(table: Nb201Table, rows: Iterable[Mapping[str, Any]]) -> float | None:

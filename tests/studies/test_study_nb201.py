@@ -129,6 +129,7 @@ def test_random_search_is_compared_after_the_same_seconds() -> None:
     assert found is not None
     assert (found["mean"], found["n"], found["cells"], found["is_shorter"]) == ((91.0 + 80.0) / 2, 2, 1.5, False)
     assert found["std"] == pytest.approx(11.0 / 2**0.5)
+    assert found["values"] == [91.0, 80.0]
     late = nb201.random_within(35.0, rows)
     assert late is not None and late["is_shorter"] and nb201._shown_random(late).startswith("≥ 86.50")
     assert nb201._shown_random(None) == "not measured"
