@@ -8,13 +8,13 @@ python -m scripts.nb201_page
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from scripts.results_page import NOT_MEASURED, made_with, markdown
 from softcell.app.report.bench201 import shown
+from softcell.app.report.compare import LEVEL, Summary, holm, summarise, welch
 from softcell.files import atomic_write_text
 from studies.nb201 import ARMS, ON_REQUEST, PUBLISHED, SEPARATE, on_one_device, read_rows
 
@@ -76,27 +76,39 @@ papers' numbers with their own recipes; the other columns are ours.
 """
 
 PROTOCOL = """\
-**Protocol**, fixed before the first look-up. All methods use the supernet, data split, batch size, weight optimiser
-and length (50 epochs) of IT-NAS's recipe, and keep their own settings otherwise. Nothing is tuned on the table.
-Nothing is claimed about methods with fewer than {goal} seeds; their numbers are listed for information only. Random
-search, evolution and zero-cost search have no supernet: they train or score individual cells. *Random, same time* is
-the result of random search after the same number of device seconds, in which it trains the number of cells in
-parentheses, each for 10 epochs; ≥ means that random search ended earlier. It trains cells module by module; with
-fused kernels, which [train these networks twice as fast](learn.md#speed), it would see about twice as many. *Best of
-N random cells* is exact and comes from the table: N cells, each trained for 200 epochs, of which the best by CIFAR-10
-validation accuracy is kept. The time to train them is not counted. *Tau* is Kendall's tau between a method's
-indicator and the accuracies of the cells, averaged over edges and seeds. The last rows, starting with *GDAS with the
-released code's gradient*, were added after the first look-up, to find out why some methods miss their published
-means: they follow the authors' code instead of the common recipe, or change one part of IT-NAS. The pages of
-[GDAS](papers/gdas.md#evidence), [β-DARTS](papers/beta-darts.md#evidence), [PC-DARTS](papers/pc-darts.md#evidence) and
-[IT-NAS](papers/it-nas.md#with-fixed-values) explain what each row tests. EnTranNAS-DST has no row: it may keep
-several operations on an edge, and the table has accuracies only for cells with one. Zero-cost search was timed on a
-CPU shared with other programs: on CIFAR-100, seeds 1 and 2 took 13 to 25 times as long as the others. Seed 2 of SNAS,
-DrNAS and *GDAS with the released code's gradient* shared the GPU with three slower searches in another process, which
-had finished 34 of 50 epochs by then and were stopped; they have no rows. Dividing the device time equally
-underestimates these three by about 20 %. Searches of 2026-11-19 have the number of searches on the GPU for every
-epoch. Three of random search and seed 3 of GDAS were stopped by a time limit in their last epoch and resumed within a
-minute.
+**Protocol**, fixed before the first look-up:
+
+- All methods use the supernet, data split, batch size, weight optimiser and length (50 epochs) of IT-NAS's recipe, and
+  keep their own settings otherwise. Random search, evolution and zero-cost search have no supernet: they train or
+  score individual cells.
+- Nothing is tuned on the table. Nothing is claimed about methods with fewer than {goal} seeds; their numbers are listed
+  for information only.
+- The last rows, starting with *GDAS with the released code's gradient*, were added after the first look-up, to find
+  out why some methods miss their published means: they follow the authors' code instead of the common recipe, or
+  change one part of IT-NAS. The pages of [GDAS](papers/gdas.md#evidence), [β-DARTS](papers/beta-darts.md#evidence),
+  [PC-DARTS](papers/pc-darts.md#evidence) and [IT-NAS](papers/it-nas.md#with-fixed-values) explain what each row tests.
+- EnTranNAS-DST has no row: it may keep several operations on an edge, and the table has accuracies only for cells with
+  one.
+
+**How to read the columns**
+
+- *Random, same time* is the result of random search after the same number of device seconds, in which it trains the
+  number of cells in parentheses, each for 10 epochs; ≥ means that random search ended earlier. It trains cells module
+  by module; with fused kernels, which [train these networks twice as fast](learn.md#speed), it would see about twice
+  as many.
+- *Best of N random cells* is exact and comes from the table: N cells, each trained for 200 epochs, of which the best by
+  CIFAR-10 validation accuracy is kept. The time to train them is not counted.
+- *Tau* is Kendall's tau between a method's indicator and the accuracies of the cells, averaged over edges and seeds.
+
+**Timing**
+
+- Zero-cost search was timed on a CPU shared with other programs: on CIFAR-100, seeds 1 and 2 took 13 to 25 times as
+  long as the others.
+- Seed 2 of SNAS, DrNAS and *GDAS with the released code's gradient* shared the GPU with three slower searches in
+  another process, which had finished 34 of 50 epochs by then and were stopped; they have no rows. Dividing the device
+  time equally underestimates these three by about 20 %.
+- Searches of 2026-11-19 have the number of searches on the GPU for every epoch. Three of random search and seed 3 of
+  GDAS were stopped by a time limit in their last epoch and resumed within a minute.
 """
 
 ENDING = """## Earlier searches
@@ -196,46 +208,74 @@ def with_summary(readme: str, record: Mapping[str, Any]) -> str:
     return f"{before}{MARKERS[0]}\n{summary(record)}\n{MARKERS[1]}{after}"
 
 
-def reading(record: Mapping[str, Any]) -> str:
-    """The methods with enough seeds that find better cells on CIFAR-10 than random sampling."""
+def reading(record: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> str:
+    """How the methods with enough seeds compare with random cells and with random search on CIFAR-10."""
     own = [one for one in record["summary"] if one["data"] == "cifar10" and one["n"] >= GOAL]
-    means = {LABELS[one["arm"]]: float(one["accuracies"]["cifar10_test"]["mean"]) for one in own}
-    limits = [(name, float(values["cifar10_test"][0])) for name, values in random_rows(record)]
-    lines, upper = [], math.inf
-    for name, limit in sorted(limits, key=lambda one: -one[1]):
-        lines.append(f"- better than {_the(name)} ({limit:.2f}%): {_listed(means, limit, upper)}")
-        upper = limit
-    lines.append(f"- no better than a random cell: {_listed(means, -math.inf, upper)}")
-    return (
-        f"**Summary.** Methods with {GOAL} seeds or more, by their mean CIFAR-10 test accuracy. The time to train the "
-        "random cells is not counted.\n\n" + "\n".join([*lines, *_against_random_search(own)])
+    values: dict[str, list[float]] = {one["arm"]: [] for one in own}
+    for search in rows:
+        if search["data"] == "cifar10" and search["arm"] in values:
+            values[search["arm"]].append(float(search["accuracies"]["cifar10_test"]))
+    limits = [(name, float(exact["cifar10_test"][0])) for name, exact in random_rows(record)]
+    return "\n\n".join(
+        [
+            f"**Summary.** Methods with {GOAL} seeds or more, CIFAR-10 test accuracy. Accuracies of random cells are "
+            "exact; *better* and *worse* mean that they are outside the 95 % t-interval of a method's mean (not "
+            "corrected for the number of comparisons). The time to train the random cells is not counted.",
+            "\n".join(_against_random_cells(values, limits)),
+            *_against_random_search(own, values),
+        ]
     )
 
 
-def _against_random_search(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The methods that are better than random search after the same device seconds, and the others."""
-    timed = [one for one in rows if one["random"] is not None]
-    better, others = [], []
-    for one in sorted(timed, key=lambda one: -one["accuracies"]["cifar10_test"]["mean"]):
-        mean, random = one["accuracies"]["cifar10_test"]["mean"], one["random"]["mean"]
-        (better if mean > random else others).append(f"{LABELS[one['arm']]} ({mean:.2f} against {random:.2f})")
-    if not timed:
-        return []
-    seeds = max(one["random"]["n"] for one in timed)
+def _against_random_cells(values: Mapping[str, list[float]], limits: Sequence[tuple[str, float]]) -> list[str]:
+    """One line for each limit, best first, with the methods that are better than it, but not than the one before."""
+    left = {arm: summarise(own) for arm, own in values.items()}
+    lines = []
+    ordered = sorted(limits, key=lambda one: -one[1])
+    for name, limit in ordered:
+        better = {arm: own for arm, own in left.items() if own.interval is not None and own.interval[0] > limit}
+        left = {arm: own for arm, own in left.items() if arm not in better}
+        lines.append(f"- better than {_the(name)} ({limit:.2f}%): {_listed(better)}")
+    name, limit = ordered[-1]
+    worse = {arm: own for arm, own in left.items() if own.interval is not None and own.interval[1] < limit}
+    left = {arm: own for arm, own in left.items() if arm not in worse}
     return [
-        f"- better than random search in the same device time ({seeds} seeds): {'; '.join(better) or 'none'}",
-        f"- no better than that: {'; '.join(others) or 'none'}",
+        *lines,
+        f"- no difference from {_the(name)} can be claimed: {_listed(left)}",
+        f"- worse than {_the(name)}: {_listed(worse)}",
+    ]
+
+
+def _listed(found: Mapping[str, Summary]) -> str:
+    """Methods with mean and standard deviation, best first."""
+    ordered = sorted(found.items(), key=lambda item: -item[1].mean)
+    return "; ".join(f"{LABELS[arm]} ({shown(own.mean, own.std)})" for arm, own in ordered) or "none"
+
+
+def _against_random_search(own: Sequence[Mapping[str, Any]], values: Mapping[str, list[float]]) -> list[str]:
+    """The methods with a significant difference from random search after the same device seconds, and the others."""
+    timed = {one["arm"]: one["random"] for one in own if one["random"] is not None}
+    tests = {arm: test for arm, random in timed.items() if (test := welch(values[arm], random["values"])) is not None}
+    if not tests:
+        return []
+    adjusted = dict(zip(tests, holm([test.p for test in tests.values()]), strict=True))
+    groups: dict[str, list[str]] = {"better": [], "no difference can be claimed": [], "worse": []}
+    for arm in sorted(tests, key=lambda arm: -summarise(values[arm]).mean):
+        difference, p = tests[arm].difference, adjusted[arm]
+        verdict = "no difference can be claimed" if p >= LEVEL else "better" if difference > 0 else "worse"
+        means = f"{summarise(values[arm]).mean:.2f} against {timed[arm]['mean']:.2f}"
+        groups[verdict].append(f"{LABELS[arm]} ({means}, p = {p:{'.3f' if p >= 0.001 else '.1e'}})")
+    seeds = max(random["n"] for random in timed.values())
+    return [
+        f"Compared with random search in the same device time ({seeds} seeds), by Welch's test at 5 %, p-values "
+        f"corrected for {len(tests)} comparisons by Holm's method:",
+        "\n".join(f"- {verdict}: {'; '.join(names) or 'none'}" for verdict, names in groups.items()),
+        *(["These tests are limited by the few seeds of random search."] if seeds < GOAL else []),
     ]
 
 
 def _the(name: str) -> str:
     return f"the {name}" if name.startswith("best") else f"a {name}"
-
-
-def _listed(means: Mapping[str, float], above: float, upper: float) -> str:
-    """The methods with a mean in (above, upper], best first."""
-    found = sorted(((mean, name) for name, mean in means.items() if above < mean <= upper), reverse=True)
-    return "; ".join(f"{name} ({mean:.2f})" for mean, name in found) or "none"
 
 
 def left_out(rows: Sequence[Mapping[str, Any]], data: str) -> str:
@@ -269,7 +309,7 @@ def page() -> str:
             begun=sum(number > 0 for number in seeds.values()),
             total=len(methods),
         ),
-        reading(record),
+        reading(record, rows),
         PROTOCOL.format(goal=GOAL),
     ]
     for data, name in NAMES.items():
