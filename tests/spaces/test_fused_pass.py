@@ -78,9 +78,9 @@ def test_cells_with_and_without_a_fused_form_get_their_own_factors(monkeypatch: 
     for kind, name in ((PickedCell, "forward"), (AffineCell, "__call__")):
         original = getattr(kind, name)
 
-        def noted(own, states, factors=None, original=original):  # type: ignore[no-untyped-def]
+        def noted(own, states, factors=None, original=original, **more):  # type: ignore[no-untyped-def]
             seen.append(factors)
-            return original(own, states, factors)
+            return original(own, states, factors, **more)
 
         monkeypatch.setattr(kind, name, noted)
     with fused_networks():

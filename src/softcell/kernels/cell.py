@@ -98,6 +98,7 @@ def mixed_cell(
     factors: Tensor | None,
     *states: Tensor,
     shared: SharedRows | None = None,
+    converted: Tensor | None = None,
 ) -> tuple[list[Tensor], Tensor]:
     """Values of the program's results, each [n, c, h', w'] channels-last, and the planes' statistics [3, planes, c].
 
@@ -106,10 +107,10 @@ def mixed_cell(
     and variance to normalise with, or None to use batch statistics; factors [choices, n] float32: drop-path's scale for
     each choice and sample, or None; states: the input nodes, [n, c, h, w]. The statistics are mean, 1/√(variance + eps)
     and biased variance; they have no gradient and are undefined for planes without a norm. shared: merges batch
-    statistics over all ranks with one collective per norm group.
+    statistics over all ranks with one collective per norm group. converted: the weights in `dtype`, if known.
     """
     *nodes, moments = _MixedCell.apply(  # type: ignore[no-untyped-call]
-        program, dtype, shared, mix, weights, running, factors, *states
+        program, dtype, shared, mix, weights, converted, running, factors, *states
     )
     return nodes, moments
 
@@ -123,8 +124,9 @@ def mixed_cell_reference(
     factors: Tensor | None,
     *states: Tensor,
     shared: SharedRows | None = None,
+    converted: Tensor | None = None,
 ) -> tuple[list[Tensor], Tensor]:
-    """The plain twin of `mixed_cell`, differentiated by autograd."""
+    """The plain twin of `mixed_cell`, differentiated by autograd; it converts the weights itself."""
     height, width = (-(-s // program.stride) for s in states[0].shape[2:])
     planes: dict[int, Tensor] = {i: state.permute(0, 2, 3, 1).to(dtype) for i, state in enumerate(states)}
     weights = weights.to(dtype)
@@ -184,11 +186,13 @@ class _MixedCell(torch.autograd.Function):
         shared: SharedRows | None,
         mix: Tensor,
         given_weights: Tensor,
+        converted: Tensor | None,
         running: Tensor | None,
         factors: Tensor | None,
         *states: Tensor,
     ) -> tuple[Tensor, ...]:
-        weights = given_weights.to(dtype)
+        weights = given_weights.to(dtype) if converted is None else converted
+        assert weights.dtype == dtype
         n, c, height, width = states[0].shape
         out_height, out_width = -(-height // program.stride), -(-width // program.stride)
         wide = torch.promote_types(dtype, torch.float32)
@@ -289,7 +293,7 @@ class _MixedCell(torch.autograd.Function):
                 weight_gradient(buffer, gradient, flat, [g for wave in others for g in wave.first])
                 weight_gradient(buffer, gradient, flat, [g for wave in program.waves for g in wave.second])
         inputs = [given_gradient[i].permute(0, 3, 1, 2).to(state.dtype) for i, state in enumerate(states)]
-        return None, None, None, mix_gradient if mix_wanted else None, weight_grad, None, None, *inputs
+        return None, None, None, mix_gradient if mix_wanted else None, weight_grad, None, None, None, *inputs
 
 
 def _leave(
@@ -352,4 +356,4 @@ def _differentiable_backward(
         return mixed_cell_reference(program, dtype, mix, weights, *constants, *states, shared=shared)[0]
 
     dmix, dweights, *dstates = by_twin(twin, leaves, grads)
-    return None, None, None, dmix, dweights, None, None, *dstates
+    return None, None, None, dmix, dweights, None, None, None, *dstates

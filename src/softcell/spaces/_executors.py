@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 import torch
@@ -29,10 +30,20 @@ from softcell.nn.conv import FactorisedReduction, ReLUFirst
 from softcell.nn.norm import recomputed, updates_together
 from softcell.nn.stack import grouped, run_stacked, stack_key
 from softcell.nn.stochastic import DropPath
-from softcell.spaces._fused_plan import Entry, Form, FusedCell, Norms, plan, plan_apart, remembered_form
+from softcell.spaces._fused_plan import (
+    Entry,
+    Form,
+    FusedCell,
+    Norms,
+    plan,
+    plan_apart,
+    prepared_weights,
+    remembered_form,
+)
 from softcell.spaces.block import watched
 from softcell.spaces.edges import Bottleneck, NodeInputs, PartialChannels, node_value
 from softcell.spaces.execution import Execution, is_modules_only, plan_modules, shares_activations
+from softcell.spaces.execution import plan as plan_execution
 
 if TYPE_CHECKING:
     from softcell.spaces.cell import MixedCell, PickedCell
@@ -207,6 +218,22 @@ class NodeExecutor:
         return self._activated
 
 
+@contextmanager
+def mixed_pass(cells: Iterable[MixedCell], mix: Mix, x: Tensor) -> Iterator[None]:
+    """Within this context, which a pass of all cells of a supernet needs only for speed, fused cells share launches.
+
+    Their weights are flattened and converted together. x: any tensor of the batch, [n, ...].
+    """
+    forms = [
+        form
+        for site, cell in enumerate(cells)
+        if plan_execution(cell, mix, site, x) is Execution.FUSED_CELL
+        and (form := cell.fused(mix.live(site))) is not None
+    ]
+    with prepared_weights(forms, x):
+        yield
+
+
 def run_fused_cell(
     cell: MixedCell, states: Sequence[Tensor], mix: Mix, site: int, factors: Tensor | None
 ) -> list[Tensor]:
@@ -356,18 +383,28 @@ class AffineCell:
     def norms(self) -> Norms:
         return self.cell.norms
 
-    def __call__(self, states: Sequence[Tensor], factors: Tensor | None = None) -> list[Tensor]:
+    def __call__(
+        self, states: Sequence[Tensor], factors: Tensor | None = None, mix: Tensor | None = None
+    ) -> list[Tensor]:
         """Values of the input nodes to those of all nodes, each [n, c, h, w].
 
-        factors [1 + paths, n]: of drop-path, after a row of ones for identities; None: nothing is dropped.
+        factors [1 + paths, n]: of drop-path, after a row of ones for identities; None: nothing is dropped. mix: if it
+        is known (`affine_mixes`).
         """
-        return self.cell(states, self.mix(), factors)
+        return self.cell(states, affine_mixes([self])[0] if mix is None else mix, factors)
 
-    def mix(self) -> Tensor:
-        """[1 + 2 · norms, c]: ones, then the scale and shift of every norm."""
+    def rows(self) -> list[Tensor]:
+        """Ones, then the scale and shift of every norm, each [c]."""
         norms = [norm for _, norm in self.cell.norms]
-        rows = [_ones(norms[0].weight), *(row for norm in norms for row in (norm.weight, norm.bias))]
-        return torch.cat(rows).view(len(rows), self.cell.program.channels)
+        return [_ones(norms[0].weight), *(row for norm in norms for row in (norm.weight, norm.bias))]
+
+
+def affine_mixes(cells: Sequence[AffineCell]) -> list[Tensor]:
+    """The rows of every cell as a matrix [1 + 2 · norms, c], the weights of its mix."""
+    rows = [cell.rows() for cell in cells]
+    sizes = [len(own) * own[0].numel() for own in rows]
+    parts = torch.split(torch.cat([row for own in rows for row in own]), sizes)
+    return [part.view(len(own), -1) for part, own in zip(parts, rows, strict=True)]
 
 
 _ONES: dict[tuple[int, torch.dtype, torch.device], Tensor] = {}
@@ -409,15 +446,21 @@ def plan_affine(
 def fused_pass(cells: Iterable[PickedCell], x: Tensor) -> Iterator[list[RunCell]]:
     """Yields a function that runs each cell: fused, or module by module without a fused form.
 
-    Small operations run once for all cells, since each launch takes microseconds: drop-path factors are drawn at the
-    beginning, running statistics and batch counts are updated at the end. x: any tensor of the batch, [n, ...].
+    Small operations run once for all cells, since each launch takes microseconds: drop-path factors are drawn and
+    parameters are concatenated at the beginning, running statistics and batch counts are updated at the end. x: any
+    tensor of the batch, [n, ...].
     """
     forms = [(cell, cell.fused_affine()) for cell in cells]
     counts = [cell.num_dropped() if form is None else form.paths for cell, form in forms]
     drawn = _drawn(forms[0][0].drop_path, x, counts, [form is not None for _, form in forms])
-    with updates_together():
+    fused = [form for _, form in forms if form is not None]
+    mixes = iter(affine_mixes(fused) if fused else ())
+    with updates_together(), prepared_weights([form.cell for form in fused], x):
         runs = zip(forms, drawn, strict=True)
-        yield [_with_factors(cell if form is None else form, own) for (cell, form), own in runs]
+        yield [
+            partial(cell, factors=own) if form is None else partial(form, factors=own, mix=next(mixes))
+            for (cell, form), own in runs
+        ]
 
 
 def _drawn(drop_path: DropPath, x: Tensor, counts: Sequence[int], fused: Sequence[bool]) -> list[Tensor | None]:
@@ -436,7 +479,3 @@ def _drawn(drop_path: DropPath, x: Tensor, counts: Sequence[int], fused: Sequenc
         ]
         own = torch.split(torch.cat(rows), sizes)
     return [part if count else None for part, count in zip(own, counts, strict=True)]
-
-
-def _with_factors(run: AffineCell | PickedCell, factors: Tensor | None) -> RunCell:
-    return lambda states: run(states, factors)

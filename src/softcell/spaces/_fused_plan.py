@@ -6,8 +6,11 @@ These classes own no parameters: weights and running statistics stay in the modu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -25,35 +28,78 @@ from softcell.nn.stack import as_vector, parts_of
 from softcell.spaces.execution import compute_type
 
 
-class _Flat(torch.autograd.Function):
-    """The flat weights [size] of a cell from its modules' weights; their gradients have the same layout."""
+class _Flattened(torch.autograd.Function):
+    """The flat weights of several cells, and the same in the dtype of computation; see `flat_weights`."""
 
     @staticmethod
-    def forward(ctx: Any, cell: FusedCell, stream: torch.cuda.Stream | None, *weights: Tensor) -> Tensor:
-        ctx.cell = cell
-        ctx.save_for_backward(*weights)
+    def forward(
+        ctx: Any, cells: Sequence[FusedCell], dtype: torch.dtype, stream: torch.cuda.Stream | None, *weights: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.cells = cells
+        ctx.set_materialize_grads(False)
+        sizes = [cell.program.size for cell in cells]
         with torch.cuda.stream(stream):
-            factors = torch.cat([as_vector(w) for w in weights])
-            if cell.are_copies:
-                return factors
-            out = factors.new_empty(cell.program.size)
-            compose(factors, out, cell.recipes, cell.program.channels)
-            return out
+            flat = factors = torch.cat([as_vector(w) for w in weights])
+            if not all(cell.are_copies for cell in cells):
+                flat = factors.new_empty(sum(sizes))
+                for cell, own, out in zip(cells, _by_cell(cells, factors), torch.split(flat, sizes), strict=True):
+                    compose(own, out, cell.recipes, cell.program.channels)
+            converted = torch.split(flat.to(dtype), sizes)
+        ctx.save_for_backward(factors, *weights)
+        ctx.mark_non_differentiable(*converted)
+        return *torch.split(flat, sizes), *converted
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        cell: FusedCell = ctx.cell
-        weights: list[Tensor] = list(ctx.saved_tensors)
-        # For second order, weights are composed by plain autograd, since `compose_gradient` has no derivative.
-        if torch.is_grad_enabled():
-            again = torch.autograd.grad(cell.flatten(weights), weights, gradient, create_graph=True)
-            return None, None, *again
-        found = gradient.contiguous()
-        if not cell.are_copies:
-            factors = torch.cat([as_vector(w) for w in weights])
-            found = torch.empty_like(factors)
-            compose_gradient(factors, gradient, found, cell.recipes, cell.program.channels)
-        return None, None, *parts_of(found, weights)
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        cells: Sequence[FusedCell] = ctx.cells
+        factors, *weights = ctx.saved_tensors
+        found: list[Tensor | None] = []
+        # The converted weights have no gradient.
+        for cell, own, gradient in zip(cells, _by_cell(cells, factors), gradients[: len(cells)], strict=True):
+            mine = weights[len(found) : len(found) + len(cell.convolutions)]
+            found += [None] * len(mine) if gradient is None else cell.weight_gradients(mine, own, gradient)
+        return None, None, None, *found
+
+
+def _by_cell(cells: Sequence[FusedCell], factors: Tensor) -> Sequence[Tensor]:
+    """The part of each cell in the concatenated weights of all cells."""
+    return torch.split(factors, [sum(w.numel() for w in cell.parameters()) for cell in cells])
+
+
+@dataclass(frozen=True, slots=True)
+class FlatWeights:
+    """The weights of a cell as its program reads them: flat [size], and the same in the dtype of computation."""
+
+    flat: Tensor
+    converted: Tensor
+
+
+def flat_weights(cells: Sequence[FusedCell], x: Tensor) -> list[FlatWeights]:
+    """The weights of several cells in as few launches as those of one; x: any tensor of the pass."""
+    if not cells:
+        return []
+    dtype = compute_type(x)  # read outside of the context, which disables autocast
+    with torch.autocast(x.device.type, enabled=False), backward_on_second_stream(x.device) as stream:
+        weights = [w for cell in cells for w in cell.parameters()]
+        found = _Flattened.apply(cells, dtype, stream, *weights)  # type: ignore[no-untyped-call]
+    return [FlatWeights(*pair) for pair in zip(found[: len(cells)], found[len(cells) :], strict=True)]
+
+
+_ALIGNED = 16
+"""Weights of several cells share a vector only if all sizes are multiples of this, so that kernels read whole words."""
+
+_PREPARED: ContextVar[Mapping[int, FlatWeights]] = ContextVar("prepared_weights", default=MappingProxyType({}))
+
+
+@contextmanager
+def prepared_weights(cells: Sequence[FusedCell], x: Tensor) -> Iterator[None]:
+    """Within this context `cells`, all different, read weights that are flattened and converted together."""
+    own = [] if any(cell.program.size % _ALIGNED for cell in cells) else cells
+    token = _PREPARED.set(dict(zip(map(id, own), flat_weights(own, x), strict=True)))
+    try:
+        yield
+    finally:
+        _PREPARED.reset(token)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,9 +126,9 @@ class FusedCell:
         c, device = self.program.channels, states[0].device
         training = self.norms[0][1].training
         dtype = compute_type(states[0])
+        weights = _PREPARED.get().get(id(self)) or flat_weights([self], states[0])[0]
+        flat = weights.flat
         with torch.autocast(device.type, enabled=False):
-            with backward_on_second_stream(device) as stream:
-                flat = _Flat.apply(self, stream, *self.parameters())  # type: ignore[no-untyped-call]
             running = None if training else running_by_plane(self.norms, self.program.planes, c)
             mix = flat.detach() if mix is None else mix  # not read in this case, but kernels need a pointer
             mix = mix.to(torch.promote_types(dtype, torch.float32))
@@ -90,7 +136,8 @@ class FusedCell:
             stride = self.program.stride
             own_rows = n * -(-height // stride) * -(-width // stride)
             shared = SharedRows(own_rows) if training and shares_norms() else None
-            nodes, moments = mixed_cell(self.program, dtype, mix, flat, running, factors, *states, shared=shared)
+            own = (self.program, dtype, mix, flat, running, factors)
+            nodes, moments = mixed_cell(*own, *states, shared=shared, converted=weights.converted)
             if training:
                 rows: int | Tensor = own_rows
                 if shared is not None and shared.total is not None:
@@ -107,6 +154,17 @@ class FusedCell:
     def flatten(self, weights: Sequence[Tensor]) -> Tensor:
         """The flat weights [size] from tensors like `parameters()`, by plain autograd."""
         return flat_kernels(torch.cat([as_vector(w) for w in weights]), self.recipes, self.program.channels)
+
+    def weight_gradients(self, weights: Sequence[Tensor], factors: Tensor, gradient: Tensor) -> list[Tensor]:
+        """The gradients of tensors like `parameters()`, concatenated in `factors`, from that of the flat weights."""
+        # For second order, weights are composed by plain autograd, since `compose_gradient` has no derivative.
+        if torch.is_grad_enabled():
+            return list(torch.autograd.grad(self.flatten(weights), weights, gradient, create_graph=True))
+        found = gradient.contiguous()
+        if not self.are_copies:
+            found = torch.empty_like(factors)
+            compose_gradient(factors, gradient, found, self.recipes, self.program.channels)
+        return parts_of(found, weights)
 
 
 Norms = Sequence[tuple[int, nn.BatchNorm2d]]

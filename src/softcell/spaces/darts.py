@@ -29,6 +29,7 @@ from softcell.nn.candidates import Spec, get_candidate
 from softcell.nn.conv import AuxiliaryHead, FactorisedReduction, ReLUConvBN, concatenated, dense_gradient
 from softcell.nn.norm import BatchNorm2d, updates_together
 from softcell.spaces._derived_plan import DerivedCell, DerivedPass
+from softcell.spaces._executors import mixed_pass
 from softcell.spaces._segment_plan import SegmentedCell
 from softcell.spaces.base import Network, Shape, Space, Supernet, global_pool, register_space
 from softcell.spaces.cell import MixedCell, PickedCell
@@ -252,11 +253,12 @@ class DartsSupernet(Supernet):
     def features(self, x: Tensor, mix: Mix) -> list[Tensor]:
         older, newer = self.stem(x)
         stages: list[Tensor] = []
-        for site, (plan, pre, cell) in enumerate(zip(self.plans, self.pre, self.cells, strict=True)):
-            if plan.reduces:
-                stages.append(newer)
-            nodes = cell(pre(older, newer), mix, site)
-            older, newer = newer, torch.cat([nodes[n] for n in self.layout.table(plan.table).output], dim=1)
+        with mixed_pass(self.cells, mix, newer):  # type: ignore[arg-type]
+            for site, (plan, pre, cell) in enumerate(zip(self.plans, self.pre, self.cells, strict=True)):
+                if plan.reduces:
+                    stages.append(newer)
+                nodes = cell(pre(older, newer), mix, site)
+                older, newer = newer, torch.cat([nodes[n] for n in self.layout.table(plan.table).output], dim=1)
         return [*stages, newer]
 
     def head(self, features: Tensor) -> Tensor:

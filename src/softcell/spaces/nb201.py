@@ -18,7 +18,7 @@ from softcell.errors import UserError
 from softcell.nn.candidates import Spec, get_candidate
 from softcell.nn.conv import ReLUConvBN
 from softcell.nn.norm import BatchNorm2d
-from softcell.spaces._executors import RunCell, fused_pass
+from softcell.spaces._executors import RunCell, fused_pass, mixed_pass
 from softcell.spaces.base import Network, Shape, Space, Supernet, global_pool, register_space
 from softcell.spaces.cell import MixedCell, PickedCell
 from softcell.spaces.edges import SpecOf, check_ratios
@@ -168,11 +168,12 @@ class NB201Supernet(Supernet):
     def features(self, x: Tensor, mix: Mix) -> list[Tensor]:
         x = self.skeleton.stem(x)
         stages = []
-        for site, cell in enumerate(self.cells):
-            if site and site % self._per_stage == 0:
-                stages.append(x)
-                x = self.skeleton.reductions[len(stages) - 1](x)
-            x = cell([x], mix, site)[-1]
+        with mixed_pass(self.cells, mix, x):  # type: ignore[arg-type]
+            for site, cell in enumerate(self.cells):
+                if site and site % self._per_stage == 0:
+                    stages.append(x)
+                    x = self.skeleton.reductions[len(stages) - 1](x)
+                x = cell([x], mix, site)[-1]
         return [*stages, x]
 
     def head(self, features: Tensor) -> Tensor:

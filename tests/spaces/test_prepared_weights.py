@@ -1,0 +1,145 @@
+"""Weights of all fused cells of a pass are flattened and converted together; each cell alone is the oracle."""
+
+from __future__ import annotations
+
+import copy
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from softcell.arch import WeightMix
+from softcell.arch.notation import from_nb201
+from softcell.spaces import Supernet, _executors, build_space, execution
+from softcell.spaces._fused_plan import FusedCell, flat_weights, prepared_weights
+from softcell.spaces.execution import fused_networks, is_modules_only
+
+SIZES: dict[str, dict[str, Any]] = {"nb201": {"cells_per_stage": 1}, "darts": {"cells": 3, "nodes": 2}}
+
+
+def supernet_of(space: str, channels: int = 4) -> Supernet:
+    torch.manual_seed(0)
+    return build_space(space, {**SIZES[space], "channels": channels}).supernet((3, 8, 8), 5).train()
+
+
+def mix_of(supernet: Supernet, *, dtype: torch.dtype = torch.float32) -> tuple[WeightMix, list[Tensor]]:
+    """A mix, and the leaves that it depends on."""
+    generator = torch.Generator().manual_seed(1)
+    logits = {
+        table.name: torch.randn(len(table), table.width, generator=generator).to(dtype).requires_grad_()
+        for table in supernet.layout.tables
+    }
+    weights = {name: torch.softmax(own, dim=1) for name, own in logits.items()}
+    return WeightMix(supernet.layout, weights), list(logits.values())
+
+
+def results(supernet: Supernet, *, autocast: bool) -> list[Tensor]:
+    """Logits, gradients of weights and architecture, and buffers."""
+    images = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(2))
+    mix, leaves = mix_of(supernet)
+    with torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext():
+        logits = supernet(images, mix)
+    logits.float().square().sum().backward()
+    gradients = [p.grad for p in [*supernet.parameters(), *leaves] if p.grad is not None]
+    return [logits.detach(), *gradients, *supernet.buffers()]
+
+
+class Named(TorchDispatchMode):
+    """Counts operations by name."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(str(func.overloadpacket))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("space", SIZES)
+def test_cells_that_share_launches_have_the_same_bits(
+    space: str, autocast: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(execution, "kernels_serve", lambda x: not is_modules_only())
+    together = supernet_of(space)
+    alone = copy.deepcopy(together)
+    prepared: list[int] = []
+
+    def noted(cells: Any, x: Tensor) -> Any:
+        prepared.append(len(cells))
+        return flat_weights(cells, x)
+
+    monkeypatch.setattr("softcell.spaces._fused_plan.flat_weights", noted)
+    mine = results(together, autocast=autocast)
+    assert prepared == [3], "one call serves all cells"
+    prepared.clear()
+    monkeypatch.setattr(_executors, "prepared_weights", lambda cells, x: nullcontext())
+    expected = results(alone, autocast=autocast)
+    assert prepared == [1, 1, 1]
+    assert len(mine) == len(expected)
+    assert all(torch.equal(a, b) for a, b in zip(mine, expected, strict=True))
+
+
+def cells_of(supernet: Supernet) -> list[FusedCell]:
+    return [form for cell in supernet.cells if (form := cell.fused(None)) is not None]  # type: ignore[union-attr,operator]
+
+
+def test_weights_of_all_cells_are_concatenated_and_converted_once() -> None:
+    cells = cells_of(supernet_of("nb201"))
+    with Named() as operations, torch.autocast("cpu", torch.bfloat16):
+        found = flat_weights(cells, torch.zeros(1))
+    assert (operations.seen.count("aten.cat"), operations.seen.count("aten._to_copy")) == (1, 1)
+    for cell, own in zip(cells, found, strict=True):
+        assert torch.equal(own.flat, cell.flatten(cell.parameters()))
+        assert torch.equal(own.converted, own.flat.bfloat16()) and not own.converted.requires_grad
+
+
+def test_vectors_of_odd_sizes_are_not_shared() -> None:
+    """Kernels may read weights of a cell as whole words, so each vector must begin at the start of one."""
+    cells = cells_of(supernet_of("nb201", channels=3))
+    assert any(cell.program.size % 16 for cell in cells)
+    x = torch.zeros(1)
+    with Named() as operations, prepared_weights(cells, x):
+        assert not operations.seen
+    even = cells_of(supernet_of("nb201", channels=4))
+    with prepared_weights(even, torch.zeros(1)):
+        starts = [own.converted.storage_offset() for own in flat_weights(even, torch.zeros(1))]
+    assert len(starts) == 3 and not any(start % 16 for start in starts)
+
+
+@pytest.mark.parametrize("space", SIZES)
+def test_second_derivatives_are_those_of_plain_concatenation(space: str) -> None:
+    cells = cells_of(supernet_of(space).double())
+    (own, *_), cell = flat_weights(cells, torch.zeros(1).double()), cells[0]
+    weights = cell.parameters()
+    found = []
+    for flat in (own.flat, cell.flatten(weights)):
+        (first, *_) = torch.autograd.grad(flat.pow(3).sum(), weights, create_graph=True)
+        found.append(torch.autograd.grad(first.pow(2).sum(), weights[0])[0])
+    torch.testing.assert_close(*found)
+
+
+def test_cells_whose_weights_are_not_used_get_no_gradient() -> None:
+    cells = cells_of(supernet_of("darts"))
+    first, second, _ = flat_weights(cells, torch.zeros(1))
+    second.flat.sum().backward()
+    assert all(w.grad is None for w in cells[0].parameters())
+    assert all(w.grad is not None for w in cells[1].parameters())
+    assert first.flat.requires_grad
+
+
+def test_a_derived_network_concatenates_its_parameters_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights of convolutions, and scales and shifts of norms: twice each for three cells before."""
+    monkeypatch.setattr(execution, "kernels_serve", lambda x: not is_modules_only())
+    space = build_space("nb201", {"cells_per_stage": 1, "channels": 4})
+    cell = "|nor_conv_3x3~0|+|skip_connect~0|nor_conv_1x1~1|+|avg_pool_3x3~0|none~1|nor_conv_3x3~2|"
+    network = space.network(from_nb201(cell), (3, 8, 8), 5).train()
+    with fused_networks():
+        network(torch.randn(4, 3, 8, 8))
+        with Named() as operations:
+            network(torch.randn(4, 3, 8, 8))
+    assert operations.seen.count("aten.cat") == 2
