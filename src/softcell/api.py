@@ -19,7 +19,6 @@ from typing import Any, TypeAlias, Unpack
 from softcell.app import jobs, pipeline
 from softcell.app.export import export
 from softcell.app.export import predict as predict_images
-from softcell.app.jobs import draw_search, draw_training
 from softcell.app.pipeline import Plan, RunRequest, parse_time
 from softcell.app.progress import RunScreen, listening, listening_to_seeds, python_console
 from softcell.app.report import compare as comparisons
@@ -55,8 +54,6 @@ from softcell.search import indicators as _indicators
 from softcell.search.genotypes import read_genotype
 from softcell.search.supernet import restore
 from softcell.seeds import Keep, SearchedSeeds, TrainedSeeds
-from softcell.seeds import search_seeds as run_search_seeds
-from softcell.seeds import train_seeds as run_train_seeds
 from softcell.settings import build, layered
 from softcell.spaces import Network, Space, build_space
 from softcell.spaces.teacher import register_teacher
@@ -141,7 +138,7 @@ def search(
         (6, 'validation')
     """
     named, kept = _data(data, out)
-    given = layered(from_options(settings), from_options({"method": method, "space": space}), named)
+    given = layered(from_options({**settings, "method": method, "space": space}), named)
     with trusting(trust):
         if recipe is None:
             trust_named(given)
@@ -255,7 +252,7 @@ def search_seeds(
         ({0: 'seed-0', 1: 'seed-1'}, True)
     """
     named, kept = _data(data, out)
-    given = layered(from_options(settings), from_options({"method": method, "space": space}), named)
+    given = layered(from_options({**settings, "method": method, "space": space}), named)
     with trusting(trust):
         if recipe is None:
             trust_named(given)
@@ -267,13 +264,9 @@ def search_seeds(
         if kept is not None:
             kept.write()
         with listening_to_seeds(folder, quiet, _track(tensorboard, mlflow, wandb), on_event) as listener:
-            result = run_search_seeds(
+            return jobs.search_seeds(
                 recipe, folder, seeds, keep=keep, at_once=at_once, resume=resume, overwrite=overwrite, on_event=listener
             )
-    for one in result.results.values():
-        if one.genotype is not None:
-            draw_search(one)
-    return result
 
 
 def train_seeds(
@@ -321,13 +314,9 @@ def train_seeds(
         if kept is not None:
             kept.write()
         with listening_to_seeds(folder, quiet, _track(tensorboard, mlflow, wandb), on_event) as listener:
-            result = run_train_seeds(
+            return jobs.train_seeds(
                 genotype, recipe, folder, seeds, at_once=at_once, resume=resume, overwrite=overwrite, on_event=listener
             )
-    for one in result.results.values():
-        if not one.exit_code:
-            draw_training(one)
-    return result
 
 
 @dataclass(frozen=True, slots=True, repr=False)

@@ -11,7 +11,6 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from softcell import api
 from softcell.app import jobs
 from softcell.app.cli import options as o
 from softcell.app.cli import output
@@ -236,17 +235,15 @@ def run_seeds(
     if not quiet:
         screen.print(heading, highlight=False)
     with Display(screen, "", quiet) as display, ExitStack() as tracked:
-        result = api.search_seeds(
-            recipe=recipe,
-            out=folder,
-            seeds=chosen,
+        result = jobs.search_seeds(
+            recipe,
+            folder,
+            chosen,
             keep=keep,
             at_once=at_once,
             resume=resume,
             overwrite=overwrite,
             on_event=seed_listeners(display, folder, track, tracked),
-            # This command's own display shows the progress.
-            quiet=True,
         )
     if result.best is not None:
         output.show_search(screen, result.results[result.best])

@@ -10,7 +10,6 @@ from typing import Annotated, Any, Literal
 import typer
 from rich.console import Console
 
-from softcell import api
 from softcell.app import jobs
 from softcell.app.baseline import (
     FOUND,
@@ -197,16 +196,15 @@ def run_seeds(
     if not quiet:
         screen.print(heading, highlight=False)
     with Display(screen, "", quiet) as display, ExitStack() as tracked:
-        result = api.train_seeds(
+        result = jobs.train_seeds(
             wanted,
-            recipe=recipe,
-            out=folder,
-            seeds=chosen,
+            recipe,
+            folder,
+            chosen,
             at_once=at_once,
             resume=resume,
             overwrite=overwrite,
             on_event=seed_listeners(display, folder, track, tracked),
-            quiet=True,
         )
     output.show_trained_seeds(screen, result)
     not_started = len(chosen) - len(result.results) - len(result.errors)
