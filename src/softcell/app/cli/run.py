@@ -289,14 +289,9 @@ def demo(
     begun = any(jobs.has_run(seed_folder(search, one)) for one in seeds)
     code = run_seeds(
         {**DEMO_SEARCH, **given, "seed": first},
-        None,
-        search,
+        # There is at most an empty folder with its list of seeds to overwrite.
+        o.RunOptions(out=search, resume=begun, overwrite=not begun, quiet=quiet),
         DEMO_SEARCHES,
-        "all",
-        at_once=None,
-        resume=begun,
-        overwrite=not begun,  # at most an empty folder with its list of seeds
-        quiet=quiet,
         hint=False,
         again=again,
     )
