@@ -148,6 +148,32 @@ def test_private_modules_are_imported_by_their_own_package_only() -> None:
     assert not [f"{a} imports {b}" for a, b in arrows() if b in private and packages[a] != private[b]]
 
 
+# Each of their modules is a plug-in that is loaded by name, or a twin of one that is.
+LOADED_BY_NAME = ("softcell.kernels", "softcell.methods", "softcell.spaces", "softcell.app.cli")
+INTERNAL_BUT_NAMED = {
+    "softcell.search.perturb": "the file of a paper, DARTS-PT",
+    "softcell.app.sweep.local": "workers of a cluster import its `run_job` by name",
+}
+"""Modules that only their own package imports, and whose names nevertheless have no underscore."""
+
+
+def used_outside() -> set[str]:
+    """Modules that another package or another program of the repository imports, or whose names a package exports."""
+    packages = {module_of(path): path.parent for path in files()}
+    initial = {module_of(path) for path in files() if path.name == "__init__.py"}
+    found = {b for a, b in arrows() if a in initial or packages[a] != packages.get(b)}
+    for folder in ("studies", "benchmarks", "scripts", "examples"):
+        for path in (ROOT.parents[1] / folder).rglob("*.py"):
+            found |= imports(path.read_text(encoding="utf-8"), folder)
+    return found
+
+
+def test_modules_that_only_their_own_package_uses_are_private() -> None:
+    known = {module_of(path) for path in files() if path.name != "__init__.py" and not path.stem.startswith("_")}
+    inner = {name for name in known - used_outside() if not name.startswith(LOADED_BY_NAME) and name.count(".") > 1}
+    assert inner == set(INTERNAL_BUT_NAMED)
+
+
 SHARED = {"__init__", "base", "parts", "registry"}
 """Modules of `softcell.methods` that belong to no paper."""
 

@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 
 from softcell.app.sweep import Job, jobs_of, read_plan, run_sweep
+from softcell.app.sweep._shared import SharedProcess, _steps_of, trains_shared
 from softcell.app.sweep.local import Local, last_error
 from softcell.app.sweep.plan import ERROR, LOG
-from softcell.app.sweep.shared import SharedProcess, _steps_of, trains_shared
 from softcell.engine.interleave import drain
 from tests.helpers.sweep_plans import TINY, plan, pretend
 

@@ -92,7 +92,7 @@ class SharedProcess:
         self._asked = 0
         with open(self._log, "ab") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-c", f"from softcell.app.sweep.shared import main; main({writing})"],
+                [sys.executable, "-c", f"from softcell.app.sweep._shared import main; main({writing})"],
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,
