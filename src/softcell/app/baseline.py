@@ -62,34 +62,31 @@ class Baseline:
 
 
 def random_baseline(
-    like: Genotype,
+    drawn: Sequence[Genotype],
     recipe: TrainRecipe,
     out: str | Path,
-    count: int = 3,
     *,
-    drawn: Sequence[Genotype] | None = None,
     resume: bool = False,
     overwrite: bool = False,
     on_event: OnEvent | None = None,
-    on_start: Callable[[int, Genotype, Path], None] | None = None,
+    on_start: Callable[[int, Path], None] | None = None,
 ) -> Baseline:
-    """Trains `count` random architectures of the space of `like` one after another, each in `out`/random-<k>.
+    """Trains the architectures of `draw_random` one after another, each in `out`/random-<k>.
 
     All are trained with the seed of `recipe`, on the same splits and batches; only the architecture differs.
-    drawn: the result of `draw_random` for the same settings, if it was called before.
+    on_start: called before each with its number and folder.
     """
-    others = draw_random(like, recipe, count) if drawn is None else drawn
     results: list[TrainResult] = []
     # One block around all runs keeps the processes together between them, so that all agree on folders.
     with join_processes(recipe.device, recipe.deterministic):
-        for number, genotype in enumerate(others, 1):
+        for number, genotype in enumerate(drawn, 1):
             folder = random_folder(out, number)
             if on_start is not None:
-                on_start(number, genotype, folder)
+                on_start(number, folder)
             result = jobs.train(
                 genotype,
-                recipe=recipe,
-                folder=folder,
+                recipe,
+                folder,
                 resume=resume and jobs.has_run(folder),
                 overwrite=overwrite,
                 on_event=on_event,

@@ -225,17 +225,15 @@ def run_train(genotype: str | None, given: dict[str, Any], start: o.RunOptions, 
             screen.print(f"\nrandom architectures are sampled within the budget of the search: {within}", markup=False)
         with Display(screen, "", start.quiet) as display, Tracking(start.track, folder, display) as listener:
 
-            def begin(number: int, _: Genotype, place: Path) -> None:
+            def begin(number: int, place: Path) -> None:
                 display.heading = f"\nrandom architecture {number} of {random}: {place}"
                 # Trackers log every architecture as a separate run.
                 listener.folder = place
 
             baseline = random_baseline(
-                chosen,
+                others,
                 recipe,
                 folder,
-                random,
-                drawn=others,
                 resume=start.resume,
                 overwrite=start.overwrite,
                 on_event=listener,
