@@ -17,7 +17,7 @@ from softcell.engine import RunFolder
 from softcell.engine.distributed import is_main_process
 from softcell.engine.runfolder import MANIFEST
 from softcell.engine.task import EpochEnded, Event, OnEvent, Started
-from softcell.errors import UserError
+from softcell.errors import UserError, one_line
 from softcell.files import atomic_write_text, read_json
 from softcell.settings import flat
 
@@ -214,7 +214,7 @@ class Tracking:
             try:
                 found = tracker.start(self.folder, recipe, event, ids.get(name))
             except Exception as error:  # a server that does not answer, a missing login: before any work is lost
-                raise UserError(f"--{name} cannot start a run: {_line(error)}") from error
+                raise UserError(f"--{name} cannot start a run: {one_line(error, 300)}") from error
             self._running[name] = tracker
             if found is not None:
                 ids[name] = found
@@ -227,7 +227,7 @@ class Tracking:
                 getattr(tracker, action)(*values)
             except Exception as error:  # anything that a server or an exceeded quota raises
                 del self._running[name]
-                warnings.warn(f"--{name} stopped, the run continues: {_line(error)}", stacklevel=2)
+                warnings.warn(f"--{name} stopped, the run continues: {one_line(error, 300)}", stacklevel=2)
 
 
 def tag(name: str) -> str:
@@ -241,7 +241,3 @@ def tag(name: str) -> str:
 
 def _missing(extra: str, tool: str) -> UserError:
     return UserError(f"--{extra} needs {tool}: pip install 'softcell[{extra}]'")
-
-
-def _line(error: Exception) -> str:
-    return " ".join(str(error).split())[:300] or type(error).__name__
