@@ -299,7 +299,7 @@ def test_run_passes_its_request_to_the_pipeline(tmp_path: Path, monkeypatch: pyt
     def stop(plan: Plan, screen: Any) -> Any:
         plans.append(plan)
         screen.print("not shown")
-        return api.pipeline.Outcome(130, None)
+        return api.RunResult(plan.folder, None, (), 130)
 
     monkeypatch.setattr(api.pipeline, "run", stop)
     monkeypatch.chdir(tmp_path)

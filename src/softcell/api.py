@@ -12,14 +12,13 @@ Results, genotypes, comparisons and reports are displayed in notebooks. Progress
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias, Unpack
 
 from softcell.app import jobs, pipeline
 from softcell.app.export import export
 from softcell.app.export import predict as predict_images
-from softcell.app.pipeline import Plan, RunRequest, parse_time
+from softcell.app.pipeline import Plan, RunRequest, RunResult, parse_time
 from softcell.app.progress import RunScreen, listening, listening_to_seeds, python_console
 from softcell.app.report import compare as comparisons
 from softcell.app.report.cells_svg import to_svg
@@ -57,7 +56,7 @@ from softcell.seeds import Keep, SearchedSeeds, TrainedSeeds
 from softcell.settings import build, layered
 from softcell.spaces import Network, Space, build_space
 from softcell.spaces.teacher import register_teacher
-from softcell.text import VIEWS, Shown
+from softcell.text import VIEWS
 from softcell.trust import trusting
 
 __all__ = [
@@ -319,31 +318,6 @@ def train_seeds(
             )
 
 
-@dataclass(frozen=True, slots=True, repr=False)
-class RunResult(Shown):
-    """The result of `run`; `summary` is None if it was interrupted.
-
-    With several budgets, `front` lists their networks, `summary` describes the largest one, and `verdict` covers each
-    of them.
-
-    Example:
-        >>> from softcell.api import RunResult
-        >>> from pathlib import Path
-        >>> RunResult(Path("runs/photos"), summary=None, verdict=(), exit_code=130)
-        RunResult(runs/photos: interrupted)
-    """
-
-    folder: Path
-    summary: pipeline.Summary | None
-    verdict: tuple[str, ...]
-    exit_code: int
-    front: pipeline.Front | None = None
-
-    def __repr__(self) -> str:
-        state = "interrupted" if self.summary is None else " ".join(self.verdict)
-        return f"RunResult({self.folder}: {state})"
-
-
 def run(
     data: Data | None = None,
     *,
@@ -391,11 +365,7 @@ def run(
                 kept.write()
             plan = Plan.create(free_folder("run", request.data) if out is None else Path(out), request)
         console, is_quiet = python_console(quiet)
-        outcome = pipeline.run(plan, RunScreen(console, is_quiet))
-    said = tuple((plan.summary or {}).get("verdict", ()))
-    if outcome.front is not None:
-        said = tuple(f"{one.budget}: {' '.join(pipeline.verdict(one.summary)[1])}" for one in outcome.front.entries)
-    return RunResult(plan.folder, outcome.summary, said, outcome.exit_code, outcome.front)
+        return pipeline.run(plan, RunScreen(console, is_quiet))
 
 
 def _budgets(given: str | float | Sequence[str | float]) -> str:
