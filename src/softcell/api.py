@@ -403,8 +403,8 @@ def predict(
         >>> found.file.name, len(found.classes)
         ('grey.png', 1)
     """
-    place = run if isinstance(run, str | Path) else run.folder
-    return predict_images(place, images, top=top, device=device, trust=trust)
+    source = run if isinstance(run, str | Path) else run.folder
+    return predict_images(source, images, top=top, device=device, trust=trust)
 
 
 def compare(runs: AnyRun | Sequence[AnyRun]) -> Comparison:

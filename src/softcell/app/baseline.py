@@ -134,11 +134,11 @@ def train_with_random(
         nonlocal found_failed
         if found_failed:  # its folder is in use, its weights do not fit, ...: before hours of training for nothing
             raise UserError("not started: there is nothing to compare with, because the found network failed")
-        place = folders[name]
-        listener = None if on_event is None else on_event(name, place)
+        run_folder = folders[name]
+        listener = None if on_event is None else on_event(name, run_folder)
         try:
             result = yield from train_steps(
-                networks[name], recipe, place, resume=resume, overwrite=overwrite, on_event=listener
+                networks[name], recipe, run_folder, resume=resume, overwrite=overwrite, on_event=listener
             )
         except Exception:
             found_failed = found_failed or name == FOUND
@@ -147,7 +147,7 @@ def train_with_random(
         return result
 
     with join_processes(recipe.device, recipe.deterministic), locked(folder), loaded_once():
-        begun = [name for name, place in folders.items() if resume and jobs.has_run(place)]
+        begun = [name for name, run_folder in folders.items() if resume and jobs.has_run(run_folder)]
         known = {name: finished_training(folders[name], networks[name], recipe) for name in begun}
         for done in known.values():
             if done is not None:

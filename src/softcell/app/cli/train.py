@@ -225,10 +225,10 @@ def run_train(genotype: str | None, given: dict[str, Any], start: o.RunOptions, 
             screen.print(f"\nrandom architectures are sampled within the budget of the search: {within}", markup=False)
         with Display(screen, "", start.quiet) as display, Tracking(start.track, folder, display) as listener:
 
-            def begin(number: int, place: Path) -> None:
-                display.heading = f"\nrandom architecture {number} of {random}: {place}"
+            def begin(number: int, run_folder: Path) -> None:
+                display.heading = f"\nrandom architecture {number} of {random}: {run_folder}"
                 # Trackers log every architecture as a separate run.
-                listener.folder = place
+                listener.folder = run_folder
 
             baseline = random_baseline(
                 others,
@@ -271,7 +271,7 @@ def _train_sharing(
             at_once=together,
             resume=start.resume,
             overwrite=start.overwrite,
-            on_event=lambda name, place: listener_beside(display, name, place, start.track, tracked),
+            on_event=lambda name, run_folder: listener_beside(display, name, run_folder, start.track, tracked),
         )
     result = ran.results.get(FOUND)
     if result is not None and not result.exit_code:

@@ -326,10 +326,10 @@ def make_links(inspection: Inspection, folder: Path) -> Path:
     shutil.rmtree(temporary, ignore_errors=True)
     shutil.rmtree(folder, ignore_errors=True)
     for number, image in enumerate(inspection.images):
-        place = temporary / image.part / image.label if inspection.test else temporary / image.label
-        place.mkdir(parents=True, exist_ok=True)
+        target = temporary / image.part / image.label if inspection.test else temporary / image.label
+        target.mkdir(parents=True, exist_ok=True)
         # Numbered, because files from different subfolders may have the same name.
-        link = place / f"{number:06}-{image.path.name}"
+        link = target / f"{number:06}-{image.path.name}"
         try:
             link.symlink_to(image.path)
         except OSError:  # a file system without links

@@ -228,8 +228,8 @@ class _Run:
         with self.screen.working("inspecting the images") as step:
             if self.is_folder:
                 found = inspect_folder(self.root, step)
-                place = make_links(found, plan.folder / LINKS) if found.needs_links else self.root
-                plan.data = str(place.resolve())
+                images = make_links(found, plan.folder / LINKS) if found.needs_links else self.root
+                plan.data = str(images.resolve())
             else:
                 found = inspect_dataset(load(self.request.data, self.request.data_root))
                 plan.data = self.request.data

@@ -60,12 +60,12 @@ class TensorBoard(Tracker):
         self._writer: Any = None
 
     def start(self, folder: Path, recipe: Mapping[str, Any], event: Started, known: str | None) -> None:
-        place = folder / BOARD
-        if event.epoch == 0 and event.step == 0 and not place.is_symlink():  # a link may lead to logs of others
-            for file in place.glob("events.out.tfevents.*"):
+        logs = folder / BOARD
+        if event.epoch == 0 and event.step == 0 and not logs.is_symlink():  # a link may lead to logs of others
+            for file in logs.glob("events.out.tfevents.*"):
                 file.unlink()
         # TensorBoard ignores what an earlier process wrote from this step on: lost epochs are run again.
-        self._writer = self._make(str(place), purge_step=event.epoch + 1)
+        self._writer = self._make(str(logs), purge_step=event.epoch + 1)
 
     def write(self, metrics: Mapping[str, float], epoch: int) -> None:
         for name, value in metrics.items():
