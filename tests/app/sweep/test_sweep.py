@@ -379,7 +379,7 @@ def test_without_accounting_a_job_that_left_the_queue_has_ended(
     assert slurm.calls == ["sacct", "squeue", "squeue", "squeue"]
 
 
-def test_the_queue_is_asked_every_few_seconds_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_queue_is_queried_every_few_seconds_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     slurm = Slurm(tmp_path, monkeypatch)
     queue = Queue(interval=1000.0)
     first = slurm.job(queue)
