@@ -20,7 +20,7 @@ from softcell.engine.runfolder import SEEDS
 from softcell.errors import UserError
 from softcell.recipes import from_options, train_recipe, trust_named
 from softcell.search.genotypes import read_genotype, run_of
-from softcell.settings import assignments, layered
+from softcell.settings import assignments
 from softcell.spaces import SPACES, Shape
 from softcell.trust import allow
 
@@ -159,7 +159,7 @@ def settings(options: Mapping[str, Any], **own: Any) -> dict[str, Any]:
     is_own = data is not None and data not in datasets() and not Path(data).is_absolute() and Path(data).exists()
     if is_own and "data_root" not in named:
         named["data_root"] = str(Path.cwd())  # for the same reason
-    given = layered(from_options(named), assignments(options.get("set_") or ()))
+    given = from_options({**named, "set": options.get("set_")})  # last: `--set` overrides the other options
     trust_named(given)
     return given
 
