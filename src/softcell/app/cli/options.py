@@ -184,6 +184,11 @@ class RunOptions:
         """Whether the folder to resume has several seeds; it is then resumed as such, without --seeds."""
         return self.resume and self.out is not None and (self.out / SEEDS).is_file()
 
+    @property
+    def sharing(self) -> tuple[str, ...]:
+        """`--at-once N` as words of the command that resumes, if it was given."""
+        return () if self.at_once is None else ("--at-once", str(self.at_once))
+
     def check_at_once(self) -> None:
         if self.at_once is not None and self.at_once < 1:
             raise UserError(

@@ -229,8 +229,7 @@ def run_seeds(
     not_started = len(chosen) - len(result.results) - len(result.errors)
     if not_started or any(one.genotype is None for one in result.results.values()):
         kept = () if keep == "all" else ("--keep", keep)
-        shared = () if start.at_once is None else ("--at-once", str(start.at_once))
-        output.interrupted(screen, *(again or ("search", "--resume", str(folder), *kept, *shared)))
+        output.interrupted(screen, *(again or ("search", "--resume", str(folder), *kept, *start.sharing)))
     elif hint and result.best is not None and not start.quiet:
         print_fields(screen, next=command("train", seed_folder(folder, result.best), *_training_data(recipe)))
     return result.exit_code

@@ -178,8 +178,7 @@ def run_seeds(genotype: str | None, given: dict[str, Any], start: o.RunOptions, 
     output.show_trained_seeds(screen, result)
     not_started = len(chosen) - len(result.results) - len(result.errors)
     if not_started or any(one.exit_code for one in result.results.values()):
-        shared = () if start.at_once is None else ("--at-once", str(start.at_once))
-        output.interrupted(screen, "train", "--resume", str(folder), *shared)
+        output.interrupted(screen, "train", "--resume", str(folder), *start.sharing)
     return result.exit_code
 
 
@@ -282,8 +281,7 @@ def _train_sharing(
         print_fields(screen, **{name: f"failed: {reason}"})
     not_started = 1 + len(others) - len(ran.results) - len(ran.errors)
     if not_started or any(one.exit_code for one in ran.results.values()):
-        shared = () if start.at_once is None else ("--at-once", str(start.at_once))
-        output.interrupted(screen, "train", "--resume", str(folder), "--random", str(len(others)), *shared)
+        output.interrupted(screen, "train", "--resume", str(folder), "--random", str(len(others)), *start.sharing)
     elif result is not None and not ran.errors:
         random = [one for name, one in ran.results.items() if name != FOUND]
         output.show_comparison(screen, result, Baseline(random, result.split, 0))
