@@ -68,7 +68,7 @@ def bench(
     benchmark: Annotated[Literal["nb201"], typer.Argument(help="The only benchmark with a table is NAS-Bench-201.")],
     what: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[WHAT]...", help="Architectures (file or notation), or folders of searches in nb201."),
+        typer.Argument(metavar="WHAT", help="Architectures (file or notation), or folders of searches in nb201."),
     ] = None,
     table: Annotated[
         Path | None,

@@ -45,7 +45,7 @@ from softcell.trust import trust as trust_file
 
 Runs = Annotated[
     list[Path],
-    typer.Argument(metavar="RUN...", help="Run folders, or folders that contain runs.", show_default=False),
+    typer.Argument(metavar="RUN", help="Run folders, or folders that contain runs.", show_default=False),
 ]
 commands = typer.Typer()
 
@@ -95,7 +95,7 @@ def report(
 def watch(
     runs: Annotated[
         list[Path] | None,
-        typer.Argument(metavar="[RUN...]", help="Run folders, or folders that contain runs. Default: runs/."),
+        typer.Argument(metavar="RUN", help="Run folders, or folders that contain runs. Default: runs/."),
     ] = None,
     port: Annotated[
         int, typer.Option(metavar="N", min=0, max=65535, help="Port on this machine; 0 for any free one.")

@@ -58,7 +58,7 @@ commands = typer.Typer()
 )
 def run(
     folder: Annotated[
-        Path | None, typer.Argument(metavar="[RUN]", help="With --resume, the folder of the run to resume.")
+        Path | None, typer.Argument(metavar="RUN", help="With --resume, the folder of the run to resume.")
     ] = None,
     data: o.Data = None,
     max_params: Annotated[
