@@ -76,7 +76,8 @@ def commands() -> str:
         parts.append(f"## softcell {name}\n\n{cell(command.help)}")
         rows = []
         for one in command.params:
-            given = ", ".join(one.opts) if one.param_type_name == "option" else one.metavar or one.name.upper()
+            argument = f"{one.metavar or one.name.upper()}{'' if one.nargs == 1 else '...'}"
+            given = ", ".join(one.opts) if one.param_type_name == "option" else argument
             metavar = "" if one.param_type_name == "argument" or getattr(one, "is_flag", False) else one.metavar or ""
             rows.append(f"| `{given}{' ' + cell(metavar) if metavar else ''}` | {cell(one.help or '')} |")
         parts.append("\n".join(["| argument or option | meaning |", "|---|---|", *rows]))

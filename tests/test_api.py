@@ -19,7 +19,7 @@ from rich.console import Console
 
 from softcell import api
 from softcell.app import progress
-from softcell.app.baseline import random_baseline
+from softcell.app.baseline import draw_random, random_baseline
 from softcell.app.cli.search import search as search_command
 from softcell.app.cli.train import train as train_command
 from softcell.app.pipeline import Plan
@@ -70,7 +70,7 @@ def test_search_train_and_baseline_in_python(made: Made, tmp_path: Path) -> None
     found, trained = made.found, made.trained
     assert found.genotype is not None
     assert trained.split == "test" and trained.genotype == found.genotype
-    baseline = random_baseline(found.genotype, trained.recipe, tmp_path, count=1)
+    baseline = random_baseline(draw_random(found.genotype, trained.recipe, 1), trained.recipe, tmp_path)
     assert baseline.accuracies == [baseline.mean]
     network = api.load_network(trained.folder)
     assert sum(p.numel() for p in network.parameters()) == trained.cost.parameters
@@ -299,7 +299,7 @@ def test_run_passes_its_request_to_the_pipeline(tmp_path: Path, monkeypatch: pyt
     def stop(plan: Plan, screen: Any) -> Any:
         plans.append(plan)
         screen.print("not shown")
-        return api.pipeline.Outcome(130, None)
+        return api.RunResult(plan.folder, None, (), 130)
 
     monkeypatch.setattr(api.pipeline, "run", stop)
     monkeypatch.chdir(tmp_path)

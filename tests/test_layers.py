@@ -12,7 +12,7 @@ import softcell
 
 ROOT = Path(softcell.__file__).parent
 
-# From the lowest up. Layers that stand together do not know each other.
+# From the lowest up. Layers in one row do not import each other.
 ORDER = (
     {"arch"},
     {"nn", "kernels", "data", "engine"},
@@ -44,15 +44,15 @@ CORE = {
     "recipes",
     "testing",
 }
-"""What a researcher imports. It knows nothing of the shell: `softcell.app` and `softcell.api`, which uses both."""
+"""What a researcher imports. It never imports the shell: `softcell.app`, and `softcell.api`, which uses both."""
 
 GROUND = {"errors", "settings", "registry", "trust", "files", "text", "machine"}
-"""Known to everybody, and knowing only each other."""
+"""All layers may import these, and they import only each other."""
 
 ALLOWED = {
-    ("nn", "kernels"): "blocks may be built on kernels; kernels know no blocks",
+    ("nn", "kernels"): "blocks may be built on kernels; kernels import no blocks",
 }
-"""Arrows between layers that stand together, with the reason."""
+"""Imports between layers of one row, with the reason."""
 
 
 def level(layer: str) -> int:
@@ -120,7 +120,7 @@ def module_of(path: Path) -> str:
 
 
 @functools.cache
-def arrows() -> tuple[tuple[str, str], ...]:
+def all_imports() -> tuple[tuple[str, str], ...]:
     """(importing module, imported module) of the whole package."""
     found = list[tuple[str, str]]()
     for path in files():
@@ -131,11 +131,11 @@ def arrows() -> tuple[tuple[str, str], ...]:
 
 
 def test_every_import_points_to_a_lower_layer() -> None:
-    wrong = [f"{a} imports {b}" for a, b in arrows() if is_wrong(layer_of(a), layer_of(b))]
+    wrong = [f"{a} imports {b}" for a, b in all_imports() if is_wrong(layer_of(a), layer_of(b))]
     assert not wrong
 
 
-def test_every_folder_has_its_place_in_the_order() -> None:
+def test_every_folder_is_in_the_order() -> None:
     known = set().union(*ORDER) | GROUND | {"testing", "__main__", None}
     assert {layer_of(module_of(path)) for path in files()} <= known
 
@@ -145,7 +145,33 @@ def test_private_modules_are_imported_by_their_own_package_only() -> None:
     packages = {module_of(path): path.parent for path in files()}
     private = {module_of(path): path.parent for path in files() if path.stem.startswith("_") and path.stem[1] != "_"}
     assert len(private) > 10
-    assert not [f"{a} imports {b}" for a, b in arrows() if b in private and packages[a] != private[b]]
+    assert not [f"{a} imports {b}" for a, b in all_imports() if b in private and packages[a] != private[b]]
+
+
+# Each of their modules is a plug-in that is loaded by name, or a twin of one that is.
+LOADED_BY_NAME = ("softcell.kernels", "softcell.methods", "softcell.spaces", "softcell.app.cli")
+INTERNAL_BUT_NAMED = {
+    "softcell.search.perturb": "the file of a paper, DARTS-PT",
+    "softcell.app.sweep.local": "workers of a cluster import its `run_job` by name",
+}
+"""Modules that only their own package imports, and whose names nevertheless have no underscore."""
+
+
+def used_outside() -> set[str]:
+    """Modules that another package or another program of the repository imports, or whose names a package exports."""
+    packages = {module_of(path): path.parent for path in files()}
+    initial = {module_of(path) for path in files() if path.name == "__init__.py"}
+    found = {b for a, b in all_imports() if a in initial or packages[a] != packages.get(b)}
+    for folder in ("studies", "benchmarks", "scripts", "examples"):
+        for path in (ROOT.parents[1] / folder).rglob("*.py"):
+            found |= imports(path.read_text(encoding="utf-8"), folder)
+    return found
+
+
+def test_modules_that_only_their_own_package_uses_are_private() -> None:
+    known = {module_of(path) for path in files() if path.name != "__init__.py" and not path.stem.startswith("_")}
+    inner = {name for name in known - used_outside() if not name.startswith(LOADED_BY_NAME) and name.count(".") > 1}
+    assert inner == set(INTERNAL_BUT_NAMED)
 
 
 SHARED = {"__init__", "base", "parts", "registry"}
@@ -160,17 +186,17 @@ def paper_of(module: str) -> str | None:
     return parts[2]
 
 
-def test_no_method_knows_another() -> None:
+def test_no_method_imports_another() -> None:
     wrong = [
         f"{a} imports {b}"
-        for a, b in arrows()
+        for a, b in all_imports()
         if layer_of(a) == "methods" and paper_of(b) is not None and paper_of(a) != paper_of(b)
     ]
     assert not wrong
 
 
-def test_no_step_or_loop_knows_the_name_of_a_paper() -> None:
-    wrong = [f"{a} imports {b}" for a, b in arrows() if layer_of(a) != "methods" and paper_of(b) is not None]
+def test_nothing_outside_methods_imports_a_paper() -> None:
+    wrong = [f"{a} imports {b}" for a, b in all_imports() if layer_of(a) != "methods" and paper_of(b) is not None]
     assert not wrong
 
 
@@ -206,11 +232,11 @@ def test_papers_are_files_or_folders() -> None:
         ("methods", "testing", True),
     ],
 )
-def test_the_judge_of_arrows_is_right(importer: str, imported: str, wrong: bool) -> None:
+def test_is_wrong_follows_the_order_of_layers(importer: str, imported: str, wrong: bool) -> None:
     assert is_wrong(importer, imported) is wrong
 
 
-def test_the_reader_of_imports_finds_all_forms() -> None:
+def test_imports_of_all_forms_are_found() -> None:
     source = """
 import softcell.nn.conv as conv, os
 from softcell import __version__, data

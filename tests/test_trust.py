@@ -94,7 +94,7 @@ def test_an_agreement_holds_for_its_context_and_is_remembered(plugin: Path, monk
 
 
 @pytest.mark.parametrize("answer", [True, False])
-def test_who_is_asked_decides_once(answer: bool, plugin: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_user_decides_once_per_file(answer: bool, plugin: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
 
     def ask(text: str) -> bool:

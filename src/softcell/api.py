@@ -12,15 +12,13 @@ Results, genotypes, comparisons and reports are displayed in notebooks. Progress
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias, Unpack
 
 from softcell.app import jobs, pipeline
 from softcell.app.export import export
 from softcell.app.export import predict as predict_images
-from softcell.app.jobs import draw_search, draw_training
-from softcell.app.pipeline import Plan, RunRequest, parse_time
+from softcell.app.pipeline import Plan, RunRequest, RunResult, parse_time
 from softcell.app.progress import RunScreen, listening, listening_to_seeds, python_console
 from softcell.app.report import compare as comparisons
 from softcell.app.report.cells_svg import to_svg
@@ -55,12 +53,10 @@ from softcell.search import indicators as _indicators
 from softcell.search.genotypes import read_genotype
 from softcell.search.supernet import restore
 from softcell.seeds import Keep, SearchedSeeds, TrainedSeeds
-from softcell.seeds import search_seeds as run_search_seeds
-from softcell.seeds import train_seeds as run_train_seeds
 from softcell.settings import build, layered
 from softcell.spaces import Network, Space, build_space
 from softcell.spaces.teacher import register_teacher
-from softcell.text import VIEWS, Shown
+from softcell.text import VIEWS
 from softcell.trust import trusting
 
 __all__ = [
@@ -141,7 +137,7 @@ def search(
         (6, 'validation')
     """
     named, kept = _data(data, out)
-    given = layered(from_options(settings), from_options({"method": method, "space": space}), named)
+    given = layered(from_options({**settings, "method": method, "space": space}), named)
     with trusting(trust):
         if recipe is None:
             trust_named(given)
@@ -255,7 +251,7 @@ def search_seeds(
         ({0: 'seed-0', 1: 'seed-1'}, True)
     """
     named, kept = _data(data, out)
-    given = layered(from_options(settings), from_options({"method": method, "space": space}), named)
+    given = layered(from_options({**settings, "method": method, "space": space}), named)
     with trusting(trust):
         if recipe is None:
             trust_named(given)
@@ -267,13 +263,9 @@ def search_seeds(
         if kept is not None:
             kept.write()
         with listening_to_seeds(folder, quiet, _track(tensorboard, mlflow, wandb), on_event) as listener:
-            result = run_search_seeds(
+            return jobs.search_seeds(
                 recipe, folder, seeds, keep=keep, at_once=at_once, resume=resume, overwrite=overwrite, on_event=listener
             )
-    for one in result.results.values():
-        if one.genotype is not None:
-            draw_search(one)
-    return result
 
 
 def train_seeds(
@@ -321,38 +313,9 @@ def train_seeds(
         if kept is not None:
             kept.write()
         with listening_to_seeds(folder, quiet, _track(tensorboard, mlflow, wandb), on_event) as listener:
-            result = run_train_seeds(
+            return jobs.train_seeds(
                 genotype, recipe, folder, seeds, at_once=at_once, resume=resume, overwrite=overwrite, on_event=listener
             )
-    for one in result.results.values():
-        if not one.exit_code:
-            draw_training(one)
-    return result
-
-
-@dataclass(frozen=True, slots=True, repr=False)
-class RunResult(Shown):
-    """The result of `run`; `summary` is None if it was interrupted.
-
-    With several budgets, `front` lists their networks, `summary` describes the largest one, and `verdict` covers each
-    of them.
-
-    Example:
-        >>> from softcell.api import RunResult
-        >>> from pathlib import Path
-        >>> RunResult(Path("runs/photos"), summary=None, verdict=(), exit_code=130)
-        RunResult(runs/photos: interrupted)
-    """
-
-    folder: Path
-    summary: pipeline.Summary | None
-    verdict: tuple[str, ...]
-    exit_code: int
-    front: pipeline.Front | None = None
-
-    def __repr__(self) -> str:
-        state = "interrupted" if self.summary is None else " ".join(self.verdict)
-        return f"RunResult({self.folder}: {state})"
 
 
 def run(
@@ -402,11 +365,7 @@ def run(
                 kept.write()
             plan = Plan.create(free_folder("run", request.data) if out is None else Path(out), request)
         console, is_quiet = python_console(quiet)
-        outcome = pipeline.run(plan, RunScreen(console, is_quiet))
-    said = tuple((plan.summary or {}).get("verdict", ()))
-    if outcome.front is not None:
-        said = tuple(f"{one.budget}: {' '.join(pipeline.verdict(one.summary)[1])}" for one in outcome.front.entries)
-    return RunResult(plan.folder, outcome.summary, said, outcome.exit_code, outcome.front)
+        return pipeline.run(plan, RunScreen(console, is_quiet))
 
 
 def _budgets(given: str | float | Sequence[str | float]) -> str:
@@ -444,8 +403,8 @@ def predict(
         >>> found.file.name, len(found.classes)
         ('grey.png', 1)
     """
-    place = run if isinstance(run, str | Path) else run.folder
-    return predict_images(place, images, top=top, device=device, trust=trust)
+    source = run if isinstance(run, str | Path) else run.folder
+    return predict_images(source, images, top=top, device=device, trust=trust)
 
 
 def compare(runs: AnyRun | Sequence[AnyRun]) -> Comparison:

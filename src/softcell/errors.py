@@ -27,6 +27,11 @@ class LostRankError(UserError):
         self.is_reported = is_reported
 
 
+def one_line(error: BaseException, most: int = 200) -> str:
+    """The first `most` characters of an error on one line; its class if it says nothing."""
+    return " ".join(str(error).split())[:most] or type(error).__name__
+
+
 def nearest(name: object, known: Iterable[str]) -> str:
     """A hint for a mistyped name: the closest known one, then all of them. Names from files may be of any type."""
     names = sorted(known)

@@ -197,6 +197,19 @@ FILE_LIST = "softcell-files.txt"
 HEADING = "# Files that Softcell made in this folder. --overwrite deletes these and no others."
 
 
+def make_folder(folder: Path, needed_by: str) -> None:
+    """Create a folder and its parents, if they are missing; `needed_by` is for the error, such as "a run"."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except FileExistsError:
+        raise UserError(f"{needed_by} needs a folder, but {folder} is a file; choose another --out") from None
+    except OSError as error:
+        raise UserError(
+            f"{needed_by} needs a writable folder, but {folder} cannot be created ({error.strerror or error}); choose "
+            "another --out"
+        ) from error
+
+
 def fsync_folder(folder: Path) -> None:
     """Make the renames done in `folder` survive a power cut."""
     descriptor = os.open(folder, os.O_RDONLY)

@@ -113,8 +113,8 @@ def search_seeds(
 
         def start(seed: int, resume: bool) -> Running[SearchResult]:
             listener = None if on_event is None else on_event(seed)
-            own, place = replace(recipe, seed=seed), seed_folder(folder, seed)
-            return search_steps(own, place, resume=resume, overwrite=overwrite, on_event=listener)
+            own, own_folder = replace(recipe, seed=seed), seed_folder(folder, seed)
+            return search_steps(own, own_folder, resume=resume, overwrite=overwrite, on_event=listener)
 
         # Before the first run: without `seeds.json` an interrupted folder could not be resumed.
         write(Ran({}, {}, 0), None)
@@ -174,9 +174,9 @@ def _best(results: Mapping[int, SearchResult]) -> int | None:
 
 def _remove_checkpoints(folder: Path, seeds: Sequence[int]) -> None:
     for seed in seeds:
-        for place in (seed_folder(folder, seed), seed_folder(folder, seed) / FIRST):
+        for run in (seed_folder(folder, seed), seed_folder(folder, seed) / FIRST):
             for name in (CURRENT, PREVIOUS):
-                (place / name).unlink(missing_ok=True)
+                (run / name).unlink(missing_ok=True)
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -238,8 +238,8 @@ def train_seeds(
 
         def start(seed: int, resume: bool) -> Running[TrainResult]:
             listener = None if on_event is None else on_event(seed)
-            own, place = replace(recipe, seed=seed), seed_folder(folder, seed)
-            return train_steps(genotype, own, place, resume=resume, overwrite=overwrite, on_event=listener)
+            own, own_folder = replace(recipe, seed=seed), seed_folder(folder, seed)
+            return train_steps(genotype, own, own_folder, resume=resume, overwrite=overwrite, on_event=listener)
 
         write(Ran({}, {}, 0))  # before the first run, as in `search_seeds`
         begun = _begun(folder, seeds) if resume else []

@@ -55,5 +55,5 @@ def test_a_layout_knows_which_sites_read_a_table() -> None:
         Layout("toy", (RAGGED,), ("missing",), StrongestEach())
 
 
-def test_a_mask_is_made_on_the_device_asked_for() -> None:
+def test_a_mask_is_on_the_given_device() -> None:
     assert RAGGED.mask(torch.device("meta")).device.type == "meta"

@@ -221,7 +221,7 @@ def test_all_ranks_hold_the_same_after_every_step_and_report_the_same(twice: Twi
     assert [{**row, "seconds": 0} for row in first["metrics"]] == [{**row, "seconds": 0} for row in second["metrics"]]
 
 
-def test_only_rank_0_writes_and_speaks(twice: Twice) -> None:
+def test_only_rank_0_writes_files_and_messages(twice: Twice) -> None:
     assert not twice.not_for_writing(twice.two).exists()
     assert twice.values[1]["notes"] == []
 

@@ -12,7 +12,7 @@ import pytest
 
 import softcell
 from scripts import draw_layers, signature_tables
-from softcell.app.cli.main import run
+from softcell.app.cli.main import COMMANDS, run
 from softcell.evaluate.task import TrainTask
 from tests.test_layers import CORE, GROUND, ORDER
 
@@ -51,6 +51,19 @@ def test_files_that_a_page_names_exist(page: Path) -> None:
     for path in PATHS.findall(page.read_text(encoding="utf-8")):
         places = (ROOT, ROOT / "src" / "softcell", ROOT / "tests")
         assert any((place / path).is_file() for place in places), f"{page.name} names {path}"
+
+
+def test_every_file_of_the_shell_is_described() -> None:
+    section = PAGE.partition("\n## The shell, file by file\n")[2].partition("\n## ")[0]
+    rows = dict(re.findall(r"^\| `(app/\w+/)` \| (.+) \|$", section, re.MULTILINE))
+    app = ROOT / "src" / "softcell" / "app"
+    assert set(rows) == {f"app/{file.parent.name}/" for file in app.glob("*/__init__.py")}
+    commands = {f"{module}.py" for module, _ in COMMANDS.values()}  # "each other file a few commands"
+    for file in (path for path in app.rglob("*.py") if path.name != "__init__.py"):
+        if file.parent == app:
+            assert f"`app/{file.name}`" in section
+        elif not (file.parent.name == "cli" and file.name in commands):
+            assert f"`{file.name}`" in rows[f"app/{file.parent.name}/"], file
 
 
 def walk(heading: str) -> list[str]:

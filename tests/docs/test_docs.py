@@ -120,7 +120,7 @@ class Reached(BaseException):
 
 # Commands import these when they run; imported first under a patch, they would keep what it put there.
 importlib.import_module("softcell.app.cli.run")
-LONG = ("softcell.app.jobs.search", "softcell.api.search_seeds", "softcell.app.jobs.train")
+LONG = tuple(f"softcell.app.jobs.{name}" for name in ("search", "search_seeds", "train", "train_seeds"))
 SPACES = {"docs/papers/full-attention.md": "fullattention", "docs/papers/nos.md": "nos"}
 """Spaces whose architectures a page mentions; DARTS's on other pages."""
 

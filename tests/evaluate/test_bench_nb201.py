@@ -127,7 +127,7 @@ def test_kendall_is_tau_b_with_ties() -> None:
     assert mean_tau([0.5, math.nan, 1.0]) == 0.75 and math.isnan(mean_tau([math.nan]))
 
 
-def test_an_indicator_that_knows_the_worths_ranks_perfectly_and_its_negative_not_at_all(table: Nb201Table) -> None:
+def test_an_indicator_equal_to_the_accuracies_has_tau_1_and_its_negative_minus_1(table: Nb201Table) -> None:
     right = [[WORTH[op] for op in OPERATIONS] for _ in EDGES]
     wrong = [[-value for value in row] for row in right]
     for column in ("cifar10_valid", "cifar100_test"):

@@ -20,7 +20,7 @@ from softcell.data import Augment, load, test_set_sealed
 from softcell.engine.task import Event, Stepped
 from softcell.errors import UserError
 from softcell.evaluate import RECIPES, load_network, resolve, train
-from softcell.evaluate.retrieval import recall_at, zero_shot
+from softcell.evaluate._retrieval import recall_at, zero_shot
 from softcell.evaluate.train import augment_of
 from softcell.nn.objective import ProxyNCA
 from softcell.spaces import SPACES, build_space

@@ -85,7 +85,7 @@ def test_non_local_attention_has_the_gradients_of_its_formula_in_bfloat16(side: 
         assert float((rounded.double() - exact)[:, 1:].norm()) <= 0.03 * float(exact[:, 1:].norm())
 
 
-def test_non_local_attention_never_goes_by_cudnn(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_non_local_attention_never_uses_cudnn(monkeypatch: pytest.MonkeyPatch) -> None:
     allowed, own = [], torch.nn.functional.scaled_dot_product_attention
 
     def noting(*given: Any, **how: Any) -> torch.Tensor:

@@ -80,7 +80,7 @@ def no_waiting() -> Iterator[None]:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def test_the_alarm_goes_off() -> None:
+def test_a_host_read_is_detected() -> None:
     value = torch.ones(1, device=DEVICE)
     with pytest.raises(RuntimeError, match="synchroniz"), no_waiting():
         value.item()

@@ -46,7 +46,7 @@ def test_the_two_strongest_edges_are_derived_with_none_left_out() -> None:
     assert [str(pick) for pick in picks] == ["skip_connect(0->3)", "skip_connect(2->3)"]
 
 
-def test_logits_start_near_zero_at_the_scale_asked_for() -> None:
+def test_logits_start_near_zero_at_the_given_scale() -> None:
     torch.manual_seed(0)
     wide = Table("cell", tuple(Choice(s, 99, tuple(f"op{k}" for k in range(50))) for s in range(50)), (99,))
     layout = Layout("toy", (wide,), ("cell",), TopInputs(2))

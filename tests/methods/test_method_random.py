@@ -9,7 +9,7 @@ from softcell.methods.random import RandomSearch, RandomSettings
 from softcell.testing import RaggedSpace, tiny_space
 
 
-def test_as_many_architectures_as_asked_for() -> None:
+def test_the_requested_number_of_architectures_is_sampled() -> None:
     assert RandomSearch(RaggedSpace().layout(), RandomSettings(3), seed=0).num_samples == 3
     with pytest.raises(UserError, match="samples=0"):
         RandomSettings(0)

@@ -49,7 +49,7 @@ def batches(number: int, seed: int, size: int = 6) -> list[Batch]:
 
 
 @pytest.mark.parametrize("method", one_of_each_kind(DIFFERENTIABLE))
-def test_children_are_measured_as_often_as_asked_and_at_the_end(method: str, data: Path, tmp_path: Path) -> None:
+def test_children_are_measured_every_few_epochs_and_at_the_end(method: str, data: Path, tmp_path: Path) -> None:
     given = small(data, method=method, epochs=5, child_every=2, evolution={"generations": 0})
     result = search(resolve(given), tmp_path / "run")
     assert [row["epoch"] for row in result.metrics if "child_accuracy" in row] == [1, 3, 4]

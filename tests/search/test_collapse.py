@@ -3,7 +3,7 @@
 import pytest
 
 from softcell.arch import Cell, Pick, sample
-from softcell.search.meters import SKIP, CollapseMeter, share
+from softcell.search._meters import SKIP, CollapseMeter, share
 from softcell.search.recipe import Collapse
 from softcell.spaces import build_space
 

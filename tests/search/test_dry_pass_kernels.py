@@ -14,9 +14,9 @@ from softcell.engine.session import open_session
 from softcell.kernels.backend import has_triton
 from softcell.kernels.warm_up import Compilation, compile_one, dry_launches
 from softcell.search import dry_pass, resolve
+from softcell.search._meters import Epoch
 from softcell.search.build import build_task
 from softcell.search.dry_pass import Unlearning, compile_ahead, without_effects
-from softcell.search.meters import Epoch
 from softcell.search.task import SearchTask
 from tests.helpers.kernel_runs import INTERPRETED
 from tests.helpers.no_device import HOPPER, all_kernels, take_for_gpu

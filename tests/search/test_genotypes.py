@@ -30,7 +30,7 @@ def searched(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("space", ["nos", "darts", "nb201", "fullattention"])
-def test_a_line_gives_the_genotype_back(space: str) -> None:
+def test_a_line_is_read_back_as_the_same_genotype(space: str) -> None:
     genotype = sample(build_space(space, {}).layout(), 3)
     written = json.loads(json.dumps(line(4, genotype, val_accuracy=0.5)))
     assert written["epoch"] == 4

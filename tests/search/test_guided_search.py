@@ -157,7 +157,7 @@ def test_norms_are_measured_as_steps_are_made(
         seen.append((torch.is_autocast_enabled("cpu"), is_modules_only()))
         return probe(*given)
 
-    module = "meters" if method == "nos" else "samplers"
+    module = "_meters" if method == "nos" else "samplers"
     monkeypatch.setattr(f"softcell.search.{module}.probe", watched)
     for precision in ("bfloat16", "float32"):
         for fused in (True, False):

@@ -139,7 +139,7 @@ def test_an_edge_that_keeps_one_candidate_attends_only_to_it(runs: dict[str, Pat
     assert bool((rows[:, 2] > 0).all()), "other edges stay mixed"
 
 
-def test_it_is_not_computed_unless_asked_for(runs: dict[str, Path]) -> None:
+def test_it_is_computed_only_on_request(runs: dict[str, Path]) -> None:
     assert "discretisation" not in compute(restore(runs["itnas"], device="cpu"), images=8, notify=silent).values
 
 

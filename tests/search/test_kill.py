@@ -73,7 +73,7 @@ def test_a_run_killed_at_random_moments_ends_like_an_uninterrupted_one(case: Cas
         kills, trial = kills + stops, trial + 1
 
 
-def test_a_run_that_is_asked_to_end_saves_its_place_within_the_epoch(case: Case) -> None:
+def test_a_run_stopped_within_an_epoch_saves_its_step(case: Case) -> None:
     """In the middle of an epoch and after the last step of one, before its evaluation."""
     folder = case.fresh("interrupted")
     strikes = [(signal.SIGTERM, 0, 1), (signal.SIGINT, 1, 2)]

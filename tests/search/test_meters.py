@@ -9,8 +9,8 @@ import torch
 from softcell.data import load
 from softcell.engine.session import open_session
 from softcell.search import resolve
+from softcell.search._meters import EpochMeter, mean_entropy
 from softcell.search.build import build_task
-from softcell.search.meters import EpochMeter, mean_entropy
 from softcell.search.task import SearchTask
 from tests.helpers.search_toys import settings, write_data
 

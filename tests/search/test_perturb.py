@@ -216,7 +216,7 @@ def test_a_node_keeps_the_edges_of_the_most_frequent_classes(tmp_path: Path, mea
     assert max(falls, key=lambda edge: falls[edge]) == "1->4" and len(set(falls.values())) == 4
 
 
-def test_every_edge_is_asked_for_once_in_an_order_of_the_seed() -> None:
+def test_every_edge_is_decided_once_in_an_order_of_the_seed() -> None:
     layout = build_space("darts", {"cells": 3, "channels": 2, "nodes": 3}).layout()
     rounds = questions(layout, 0)
     assert rounds == questions(layout, 0) and rounds != questions(layout, 1)

@@ -62,34 +62,31 @@ class Baseline:
 
 
 def random_baseline(
-    like: Genotype,
+    drawn: Sequence[Genotype],
     recipe: TrainRecipe,
     out: str | Path,
-    count: int = 3,
     *,
-    drawn: Sequence[Genotype] | None = None,
     resume: bool = False,
     overwrite: bool = False,
     on_event: OnEvent | None = None,
-    on_start: Callable[[int, Genotype, Path], None] | None = None,
+    on_start: Callable[[int, Path], None] | None = None,
 ) -> Baseline:
-    """Trains `count` random architectures of the space of `like` one after another, each in `out`/random-<k>.
+    """Trains the architectures of `draw_random` one after another, each in `out`/random-<k>.
 
     All are trained with the seed of `recipe`, on the same splits and batches; only the architecture differs.
-    drawn: the result of `draw_random` for the same settings, if it was called before.
+    on_start: called before each with its number and folder.
     """
-    others = draw_random(like, recipe, count) if drawn is None else drawn
     results: list[TrainResult] = []
     # One block around all runs keeps the processes together between them, so that all agree on folders.
     with join_processes(recipe.device, recipe.deterministic):
-        for number, genotype in enumerate(others, 1):
+        for number, genotype in enumerate(drawn, 1):
             folder = random_folder(out, number)
             if on_start is not None:
-                on_start(number, genotype, folder)
+                on_start(number, folder)
             result = jobs.train(
                 genotype,
-                recipe=recipe,
-                folder=folder,
+                recipe,
+                folder,
                 resume=resume and jobs.has_run(folder),
                 overwrite=overwrite,
                 on_event=on_event,
@@ -137,11 +134,11 @@ def train_with_random(
         nonlocal found_failed
         if found_failed:  # its folder is in use, its weights do not fit, ...: before hours of training for nothing
             raise UserError("not started: there is nothing to compare with, because the found network failed")
-        place = folders[name]
-        listener = None if on_event is None else on_event(name, place)
+        run_folder = folders[name]
+        listener = None if on_event is None else on_event(name, run_folder)
         try:
             result = yield from train_steps(
-                networks[name], recipe, place, resume=resume, overwrite=overwrite, on_event=listener
+                networks[name], recipe, run_folder, resume=resume, overwrite=overwrite, on_event=listener
             )
         except Exception:
             found_failed = found_failed or name == FOUND
@@ -150,7 +147,7 @@ def train_with_random(
         return result
 
     with join_processes(recipe.device, recipe.deterministic), locked(folder), loaded_once():
-        begun = [name for name, place in folders.items() if resume and jobs.has_run(place)]
+        begun = [name for name, run_folder in folders.items() if resume and jobs.has_run(run_folder)]
         known = {name: finished_training(folders[name], networks[name], recipe) for name in begun}
         for done in known.values():
             if done is not None:

@@ -1,4 +1,4 @@
-"""One search or training from a complete recipe: its folder, its lock, its steps, its drawings, its report, its time.
+"""Searches and training runs from complete recipes: folder, lock, steps, drawings, report, time.
 
 The command line and `softcell.api` complete recipes and call this; so do `softcell run` and the training of random
 architectures. The time of a job is measured on its own first steps, and a search that takes too long can be ended.
@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from softcell import seeds
 from softcell.app.report import curves_svg, heat_svg, to_svg
 from softcell.app.report.cells_graph import edge_names
 from softcell.app.report.heatmaps import evenly
@@ -31,6 +32,7 @@ from softcell.files import atomic_write_text, read_json_lines
 from softcell.methods import METHODS, Method, UntrainedSampler
 from softcell.search import SearchRecipe, SearchResult
 from softcell.search.run import finished_search, search_steps
+from softcell.seeds import Keep, SearchedSeeds, TrainedSeeds
 from softcell.settings import build
 from softcell.spaces import build_space
 from softcell.text import count_of
@@ -93,6 +95,48 @@ def train(
             )
         )
         draw_training(result, again=True)
+    return result
+
+
+def search_seeds(
+    recipe: SearchRecipe,
+    folder: Path,
+    numbers: Sequence[int],
+    *,
+    keep: Keep = "all",
+    at_once: int | None = None,
+    resume: bool = False,
+    overwrite: bool = False,
+    on_event: Callable[[int], OnEvent] | None = None,
+) -> SearchedSeeds:
+    """`search` with several seeds (`softcell.seeds`), each in its own folder."""
+    result = seeds.search_seeds(
+        recipe, folder, numbers, keep=keep, at_once=at_once, resume=resume, overwrite=overwrite, on_event=on_event
+    )
+    for one in result.results.values():
+        if one.genotype is not None:
+            draw_search(one)
+    return result
+
+
+def train_seeds(
+    genotype: Genotype,
+    recipe: TrainRecipe,
+    folder: Path,
+    numbers: Sequence[int],
+    *,
+    at_once: int | None = None,
+    resume: bool = False,
+    overwrite: bool = False,
+    on_event: Callable[[int], OnEvent] | None = None,
+) -> TrainedSeeds:
+    """`train` with several seeds (`softcell.seeds`), each in its own folder."""
+    result = seeds.train_seeds(
+        genotype, recipe, folder, numbers, at_once=at_once, resume=resume, overwrite=overwrite, on_event=on_event
+    )
+    for one in result.results.values():
+        if not one.exit_code:
+            draw_training(one)
     return result
 
 

@@ -40,6 +40,14 @@ def python_console(quiet: bool | None) -> tuple[Console, bool]:
     return console, not (console.is_terminal or console.is_jupyter) if quiet is None else quiet
 
 
+def _announcing(console: Console, what: str) -> threading.Timer:
+    """A started timer that prints one line after a moment without progress; the first progress cancels it."""
+    timer = threading.Timer(NOTICE_AFTER, lambda: console.print(Text(f"{what} ...")))
+    timer.daemon = True
+    timer.start()
+    return timer
+
+
 @contextmanager
 def working(console: Console, what: str, quiet: bool = False) -> Iterator[None]:
     """Shows that something without countable steps is running: a spinner in a terminal, one line anywhere else."""
@@ -61,9 +69,7 @@ def counting(console: Console, what: str, quiet: bool = False) -> Iterator[Calla
         return
     if not console.is_terminal:
         last = [time.monotonic()]
-        waiting = threading.Timer(NOTICE_AFTER, lambda: console.print(Text(f"{what} ...")))
-        waiting.daemon = True
-        waiting.start()
+        waiting = _announcing(console, what)
 
         def notify(done: int, total: int, next_: str) -> None:
             if done == 0 or time.monotonic() - last[0] > 10:
@@ -169,9 +175,7 @@ class Display:
             self._bar.start()
             self._task = self._bar.add_task(PREPARING, total=None, left="", steps="")
         elif not self._quiet and not self._console.quiet:
-            self._waiting = threading.Timer(NOTICE_AFTER, lambda: self._console.print(Text(f"{PREPARING} ...")))
-            self._waiting.daemon = True
-            self._waiting.start()
+            self._waiting = _announcing(self._console, PREPARING)
         return self
 
     def __exit__(

@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from softcell.engine import distributed
 from softcell.engine.distributed import World
-from softcell.errors import LostRankError
+from softcell.errors import LostRankError, one_line
 
 INTERVAL = 2.0
 """Seconds between two beats of a rank."""
@@ -81,7 +81,7 @@ class Heartbeat:
         """Leave: the others do not expect beats from here on. With an error, they are informed of it."""
         self._stopped.set()
         with suppress(dist.DistError, RuntimeError):  # the store is gone, and so are the others
-            self._store.set(f"left/{self._world.rank}", "" if error is None else _one_line(error))
+            self._store.set(f"left/{self._world.rank}", "" if error is None else one_line(error, 500))
             # Rank 0 may host the store, which must outlive the others' last look at it.
             expected = [f"left/{rank}" for rank in self._others if rank not in self._lost]
             until = time.monotonic() + GRACE
@@ -188,10 +188,6 @@ class Heartbeat:
             with suppress(dist.DistError, RuntimeError):
                 first = self._store.compare_set("report", "", mine).decode()
         return LostRankError(f"{text}. {_way_out()}", is_reported=first not in (None, mine))
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:500] or type(error).__name__
 
 
 def _way_out() -> str:

@@ -27,6 +27,7 @@ from typing import Any
 from softcell.engine.distributed import World, on_main
 from softcell.engine.manifest import now
 from softcell.errors import UserError
+from softcell.files import make_folder
 
 LOCK = ".lock"
 RESERVE = 64 * 1024
@@ -130,15 +131,10 @@ def _make(folder: Path) -> list[Path]:
     """Create a folder; return the ones that did not exist before, innermost first."""
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except FileExistsError:
-        raise UserError(f"a run needs a folder, but {folder} is a file; choose another --out") from None
-    except OSError as error:
+        make_folder(folder, "a run")
+    except UserError:
         _remove(missing)
-        raise UserError(
-            f"a run needs a writable folder, but {folder} cannot be created ({error.strerror or error}); choose "
-            "another --out"
-        ) from error
+        raise
     return missing
 
 

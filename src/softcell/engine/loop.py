@@ -26,7 +26,7 @@ from softcell.engine.metrics import METRICS, DivergedError, History, redistribut
 from softcell.engine.session import Interrupt, exit_code, rng_state, set_rng_state
 from softcell.engine.task import EpochEnded, Event, Finished, Interrupted, Note, OnEvent, Started, Stepped, Task
 from softcell.engine.timing import Pace, TimeBudget
-from softcell.errors import UserError
+from softcell.errors import UserError, one_line
 from softcell.settings import bounded_epochs
 
 # Reading a flag from a CUDA device makes the host wait, so it is read rarely.
@@ -369,10 +369,9 @@ class _Loop:
         except (UserError, torch.OutOfMemoryError):
             raise
         except (LookupError, TypeError, AttributeError, ValueError, RuntimeError) as error:
-            reason = " ".join(str(error).split())
             raise UserError(
                 f"the checkpoint in {self.folder} does not fit this run: it may be of another method, space or version "
-                f"({type(error).__name__}: {reason[:200]}). Put the run's own checkpoint back, or start a new run."
+                f"({type(error).__name__}: {one_line(error)}). Put the run's own checkpoint back, or start a new run."
             ) from error
 
     def _load(self, state: dict[str, Any]) -> None:

@@ -32,7 +32,16 @@ from softcell.engine.manifest import (
 from softcell.engine.task import Note, OnEvent, Task
 from softcell.engine.timing import TimeBudget
 from softcell.errors import UserError
-from softcell.files import FILE_LIST, HEADING, TEMPORARY, Fields, atomic_write_text, listed_files, read_json
+from softcell.files import (
+    FILE_LIST,
+    HEADING,
+    TEMPORARY,
+    Fields,
+    atomic_write_text,
+    listed_files,
+    make_folder,
+    read_json,
+)
 
 MANIFEST = "run.json"
 SEEDS = "seeds.json"
@@ -92,8 +101,6 @@ class RunFolder:
         """
         path = Path(path)
         check_kind_and_status(manifest)
-        if path.exists() and not path.is_dir():
-            raise UserError(f"a run needs a folder, but {path} is a file; choose another --out")
         there = entries(path)
         if there:
             if not overwrite:
@@ -102,13 +109,7 @@ class RunFolder:
                     f"--resume to continue the run in it, or another --out."
                 )
             clear(path)
-        try:
-            path.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UserError(
-                f"a run needs a writable folder, but {path} cannot be created ({error.strerror or error}); choose "
-                "another --out"
-            ) from error
+        make_folder(path, "a run")
         folder = cls(path, copy.deepcopy(manifest))
         # Before all other files, which are listed only in a folder that has a list (`list_file`).
         atomic_write_text(path / FILE_LIST, f"{HEADING}\n{FILE_LIST}\n")

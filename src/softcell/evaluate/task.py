@@ -30,8 +30,8 @@ from softcell.engine.optim import (
 )
 from softcell.engine.session import computing_in, forked_rng, in_precision
 from softcell.engine.timing import TimeBudget
+from softcell.evaluate._retrieval import retrieval_step
 from softcell.evaluate.recipe import TrainRecipe
-from softcell.evaluate.retrieval import retrieval_step
 from softcell.kernels.shared import norms_of, without_exchange
 from softcell.kernels.warm_up import failure_reported, is_enabled, warm_up, warm_up_by_run
 from softcell.nn.classifiers import Classifier

@@ -29,9 +29,9 @@ from softcell.engine.session import Session, session_of
 from softcell.engine.task import OnEvent
 from softcell.engine.timing import TimeBudget, choose_precision, choose_threads, seconds_per_step
 from softcell.errors import UserError
+from softcell.evaluate._retrieval import RANKS, measure_retrieval, num_seen, zero_shot
 from softcell.evaluate.predictions import Predictions, predict, write_predictions
 from softcell.evaluate.recipe import TrainRecipe, cutout_side, fit_data, fit_length, resolve
-from softcell.evaluate.retrieval import RANKS, measure_retrieval, num_seen, zero_shot
 from softcell.evaluate.task import TrainTask
 from softcell.files import atomic_write_bytes, read_json_lines
 from softcell.nn.classifiers import Classifier

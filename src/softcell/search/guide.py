@@ -15,7 +15,7 @@ from torch.func import functional_call
 from softcell.data import Batch
 from softcell.engine.distributed import World, average_, sum_
 from softcell.engine.session import Session, forked_rng
-from softcell.errors import UserError
+from softcell.errors import UserError, one_line
 from softcell.kernels.backend import twins_only
 from softcell.methods import Method
 from softcell.nn.classifiers import ARCHITECTURES
@@ -118,7 +118,7 @@ def _sizes(found: FoundTeacher, shape: Shape, session: Session) -> list[tuple[in
         except UserError:
             raise
         except Exception as error:  # a user's module, which may raise anything
-            raise UserError(_refusal(name, shape, number, read, " ".join(str(error).split())[:200])) from error
+            raise UserError(_refusal(name, shape, number, read, one_line(error))) from error
         if not maps:
             raise UserError(
                 f"a teacher must return feature maps to compare with, but {name} returns none; name submodules of it "

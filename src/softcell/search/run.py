@@ -126,7 +126,7 @@ def _two_phases(
 
     Each phase is a run like any other, with its own checkpoints, so that both can be interrupted and resumed anywhere.
     """
-    first, place, world = first_phase(recipe), out / FIRST, session.world
+    first, first_folder, world = first_phase(recipe), out / FIRST, session.world
     if not resume:
         _check_phases(first, recipe, session)
         manifest = new_manifest("search", recipe.to_dict(), recipe.seed)
@@ -135,18 +135,18 @@ def _two_phases(
     on_main(lambda: RunFolder.open(out).update(status="running"), world)
     notify = notifier(on_event, world)
     # Only the main process reads folders; the others receive the result.
-    is_begun = on_main(lambda: resume and (place / "run.json").is_file(), world)
+    is_begun = on_main(lambda: resume and (first_folder / "run.json").is_file(), world)
     try:
-        if not is_begun or on_main(lambda: str(RunFolder.open(place).manifest["status"]), world) != "finished":
+        if not is_begun or on_main(lambda: str(RunFolder.open(first_folder).manifest["status"]), world) != "finished":
             data = first.data if first.classes is None else f"{first.classes} classes of {first.data}"
-            notify(f"phase 1 of 2: context auto-regression on {data}, {_epochs(first)}: {place}")
-            done = yield from _one_phase(first, place, session, is_begun, overwrite, on_event)
+            notify(f"phase 1 of 2: context auto-regression on {data}, {_epochs(first)}: {first_folder}")
+            done = yield from _one_phase(first, first_folder, session, is_begun, overwrite, on_event)
             if done.genotype is None:
                 on_main(lambda: RunFolder.open(out).finish("interrupted"), world)
                 return SearchResult(out, recipe, None, done.metrics, done.exit_code)
         notify(f"phase 2 of 2: {recipe.method} on {recipe.data}, {_epochs(recipe)}, from the logits of phase 1")
         # `resume`, since the folder exists: `_search` sees by its checkpoint whether this phase has begun.
-        return (yield from _one_phase(recipe, out, session, True, overwrite, on_event, start=place / LOGITS))
+        return (yield from _one_phase(recipe, out, session, True, overwrite, on_event, start=first_folder / LOGITS))
     except Exception:
         # A phase records a failure in its own folder; the search in `out` has failed too.
         if world.is_main:
@@ -388,13 +388,13 @@ def first_phase(recipe: SearchRecipe) -> SearchRecipe:
 
 def _remove_first_phase(folder: Path) -> None:
     """Removes the first phase of an earlier search from a folder that is overwritten, so that none resumes it."""
-    place = folder / FIRST
-    if all((path / MANIFEST).is_file() for path in (folder, place)):
-        clear(place)
+    first_folder = folder / FIRST
+    if all((path / MANIFEST).is_file() for path in (folder, first_folder)):
+        clear(first_folder)
         for name in (MANIFEST, FILE_LIST):
-            (place / name).unlink(missing_ok=True)
+            (first_folder / name).unlink(missing_ok=True)
         with contextlib.suppress(OSError):  # files of the user stay
-            place.rmdir()
+            first_folder.rmdir()
 
 
 def _write_logits(method: Method, file: Path) -> None:

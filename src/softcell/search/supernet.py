@@ -34,7 +34,7 @@ from softcell.engine.checkpoint import check_identity, identity_of, load_latest
 from softcell.engine.distributed import World
 from softcell.engine.metrics import Measured, Meter, measure
 from softcell.engine.session import Session, computing_in, forked_rng, place
-from softcell.errors import UserError
+from softcell.errors import UserError, one_line
 from softcell.files import atomic_write_bytes
 from softcell.methods import METHODS, Method
 from softcell.nn.objective import ContextAutoRegression, draw_masks
@@ -313,8 +313,7 @@ def restore(folder: str | Path, *, device: str = "auto", data_root: str | None =
         supernet.load_state_dict(loaded.state["task"]["supernet"])
         method.load_state_dict(loaded.state["task"]["method"])
     except (LookupError, TypeError, AttributeError, RuntimeError) as error:
-        reason = " ".join(str(error).split())
-        raise UserError(f"the checkpoint in {folder} does not fit the search there ({reason[:200]})") from error
+        raise UserError(f"the checkpoint in {folder} does not fit the search there ({one_line(error)})") from error
     supernet.eval()
     parts = recipe.parts(dataset.train)
     done = manifest["status"] == "finished"

@@ -22,9 +22,7 @@ from softcell.engine.session import computing_in, in_precision
 from softcell.kernels.shared import norms_of
 from softcell.methods import Method, Planner
 from softcell.nn.objective import Objective
-from softcell.search.budget import Budget
-from softcell.search.dry_pass import compile_ahead
-from softcell.search.meters import (
+from softcell.search._meters import (
     ArchitectureMeter,
     ChildMeter,
     CollapseMeter,
@@ -38,6 +36,8 @@ from softcell.search.meters import (
     TrainingMeter,
     ValidationMeter,
 )
+from softcell.search.budget import Budget
+from softcell.search.dry_pass import compile_ahead
 from softcell.search.perturb import PerturbationSelection
 from softcell.search.recipe import SearchRecipe
 from softcell.search.resource import ResourcePenalty

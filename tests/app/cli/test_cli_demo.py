@@ -6,7 +6,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from softcell import api
 from softcell.app import baseline, jobs
 from softcell.app.baseline import claim, rank_sum
 from softcell.app.cli import run
@@ -78,7 +77,7 @@ def test_a_demo_interrupted_in_a_search_prints_the_command_that_resumes_it(
     call: Softcell, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stopped = SimpleNamespace(genotype=None, metrics=[], exit_code=130)
-    monkeypatch.setattr(api, "search_seeds", lambda **_: SearchedSeeds(Path("x"), {9: stopped}, {}, None, 130))
+    monkeypatch.setattr(jobs, "search_seeds", lambda *_, **__: SearchedSeeds(Path("x"), {9: stopped}, {}, None, 130))
     answer = call("demo", "--seed", "3", "--out", "my demo", "--threads", "1", "--device", "cpu")
     assert answer.code == 130
     assert "softcell demo --out 'my demo' --seed 3 --device cpu --threads 1\n" in answer.out

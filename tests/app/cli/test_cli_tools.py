@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import subprocess
 import sys
 import xml.etree.ElementTree as ET
@@ -127,6 +128,13 @@ def test_help_has_examples_fits_80_columns_and_documents_every_option(
     assert max(len(line) for line in answer.out.splitlines()) <= 80
     assert "<bool>" not in answer.out, "flags take no value"
     assert "…" not in answer.out.replace("small|paper|…", ""), "a word is cut off because its column is too narrow"
+
+
+def test_usage_marks_optional_and_repeated_arguments_once(call: Softcell) -> None:
+    """Typer adds the brackets and dots; a name of an argument that has them too would show both."""
+    usage = {name: call(name, "--help").out.partition("Usage:")[2].partition("\n")[0].strip() for name in COMMANDS}
+    assert usage["watch"].startswith("softcell watch [OPTIONS]")
+    assert not [text for text in usage.values() if re.search(r"\[\[|\]\]|\.\.\.[\]}]", text)]
 
 
 def test_paragraphs_of_help_have_no_line_breaks_of_the_source() -> None:

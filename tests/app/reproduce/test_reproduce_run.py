@@ -55,7 +55,7 @@ def tiny_plan(folder: Path, epochs: int = 1) -> Plan:
 
 def accuracies(plan: Plan) -> dict[str, Any]:
     return {
-        str(job.folder): RunFolder.open(plan.place(job)).manifest["results"].get(key)
+        str(job.folder): RunFolder.open(plan.folder_of(job)).manifest["results"].get(key)
         for job in plan.jobs
         for key in ("accuracy" if job.kind == "train" else "val_accuracy",)
     }
@@ -85,8 +85,8 @@ def test_a_plan_that_is_stopped_and_resumed_elsewhere_gives_the_same_results(
     ended = run_plan(plan, minutes=1, notify=stop_at("search darts, seed 1: started"))
     assert ended.out_of_time
     assert ended.exit_code == 0
-    assert [status(plan.place(job)) for job in plan.jobs[:2]] == ["finished", "interrupted"]
-    assert status(plan.place(plan.jobs[-1])) == "not started"
+    assert [status(plan.folder_of(job)) for job in plan.jobs[:2]] == ["finished", "interrupted"]
+    assert status(plan.folder_of(plan.jobs[-1])) == "not started"
     record = make_record(plan, plan.tables[0])
     assert not record["complete"]
     assert unfinished(record)[1] == "search darts, seed 1: interrupted after 0 of 1 epochs"
@@ -97,7 +97,7 @@ def test_a_plan_that_is_stopped_and_resumed_elsewhere_gives_the_same_results(
     assert not run_plan(moved, notify=lambda text: None).out_of_time
     assert accuracies(moved) == accuracies(whole)
     for job in moved.jobs[:2]:
-        assert Genotype.load(moved.place(job)).cells == Genotype.load(whole.place(job)).cells
+        assert Genotype.load(moved.folder_of(job)).cells == Genotype.load(whole.folder_of(job)).cells
 
 
 def selecting_plan(folder: Path) -> Plan:
@@ -126,14 +126,14 @@ def test_a_selection_by_perturbation_is_stopped_between_rounds_and_resumed(
 
     ended = run_plan(plan, minutes=1, rows=None, notify=notify)
     assert (ended.out_of_time, ended.errors) == (True, {})
-    assert [status(plan.place(job)) for job in plan.jobs] == ["interrupted", "not started"]
+    assert [status(plan.folder_of(job)) for job in plan.jobs] == ["interrupted", "not started"]
     rounds.clear()
     run_plan(plan, notify=notify)
     assert not [text for text in rounds if "seed 0: perturbation, 1 of" in text]  # not repeated
     other = selecting_plan(tmp_path / "whole")
     run_plan(other, notify=lambda text: None)
-    assert [Genotype.load(plan.place(job)).cells for job in plan.jobs] == [
-        Genotype.load(other.place(job)).cells for job in other.jobs
+    assert [Genotype.load(plan.folder_of(job)).cells for job in plan.jobs] == [
+        Genotype.load(other.folder_of(job)).cells for job in other.jobs
     ]
 
 

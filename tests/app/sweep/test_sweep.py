@@ -379,7 +379,7 @@ def test_without_accounting_a_job_that_left_the_queue_has_ended(
     assert slurm.calls == ["sacct", "squeue", "squeue", "squeue"]
 
 
-def test_the_queue_is_asked_every_few_seconds_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_queue_is_queried_every_few_seconds_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     slurm = Slurm(tmp_path, monkeypatch)
     queue = Queue(interval=1000.0)
     first = slurm.job(queue)
@@ -418,9 +418,15 @@ def test_wrong_options_are_rejected(
 
 def test_a_folder_that_cannot_be_created_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").write_text("")
-    assert run_command(["sweep", str(plan(tmp_path)), "--out", str(tmp_path / "file")]) == 2
-    shown = capsys.readouterr().err
-    assert "file cannot be created (File exists); choose another --out" in shown
+    for out, reason in (
+        ("file", "a sweep needs a folder, but {} is a file; choose another --out"),
+        (
+            "file/deep",
+            "a sweep needs a writable folder, but {} cannot be created (Not a directory); choose another --out",
+        ),
+    ):
+        assert run_command(["sweep", str(plan(tmp_path)), "--out", str(tmp_path / out)]) == 2
+        assert reason.format(tmp_path / out) in capsys.readouterr().err
 
 
 def test_torchrun_may_not_start_a_sweep(

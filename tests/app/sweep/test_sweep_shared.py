@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 
 from softcell.app.sweep import Job, jobs_of, read_plan, run_sweep
+from softcell.app.sweep._shared import SharedProcess, _steps_of, trains_shared
 from softcell.app.sweep.local import Local, last_error
 from softcell.app.sweep.plan import ERROR, LOG
-from softcell.app.sweep.shared import SharedProcess, _steps_of, trains_shared
 from softcell.engine.interleave import drain
 from tests.helpers.sweep_plans import TINY, plan, pretend
 
@@ -33,7 +33,7 @@ def test_jobs_on_one_gpu_share_a_process_and_each_run_equals_its_solo_run(
 ) -> None:
     """The GPU is simulated: the runs find none and use the CPU, still interleaved."""
     from softcell.api import search, train
-    from softcell.app.baseline import random_baseline
+    from softcell.app.baseline import draw_random, random_baseline
     from softcell.recipes import search_recipe, train_recipe
 
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
@@ -57,7 +57,7 @@ def test_jobs_on_one_gpu_share_a_process_and_each_run_equals_its_solo_run(
         found, recipe = train_recipe(alone, job.train or {})
         train(found, recipe=recipe, out=alone / "train")
         if job.random:
-            random_baseline(found, recipe, alone / "train", job.random)
+            random_baseline(draw_random(found, recipe, job.random), recipe, alone / "train")
         for run in job.runs()[1:]:
             other = alone / run.relative_to(job.folder)
             assert rows_of(other, "metrics.jsonl") == rows_of(run, "metrics.jsonl"), run

@@ -102,7 +102,7 @@ def convert(
 def random(
     name: Annotated[
         str | None,
-        typer.Argument(metavar="[SPACE]", help="Search space, see `softcell list spaces`. Default: darts."),
+        typer.Argument(metavar="SPACE", help="Search space, see `softcell list spaces`. Default: darts."),
     ] = None,
     space: Annotated[str | None, typer.Option(metavar="SPACE", help="The space, given as an option.")] = None,
     seed: Annotated[

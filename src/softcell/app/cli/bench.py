@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from softcell import api
+from softcell.app import jobs
 from softcell.app.cli import options as o
 from softcell.app.cli.output import check_absent, console, print_fields, write
 from softcell.app.progress import Display
@@ -45,6 +45,7 @@ from softcell.evaluate.nb201 import (
 from softcell.methods import METHODS, Method
 from softcell.methods.parts import PROXIES, Proxy
 from softcell.recipes import search_seeds_recipe
+from softcell.seeds import seed_folder
 from softcell.spaces import build_space
 
 FIRST = 24
@@ -67,7 +68,7 @@ def bench(
     benchmark: Annotated[Literal["nb201"], typer.Argument(help="The only benchmark with a table is NAS-Bench-201.")],
     what: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[WHAT]...", help="Architectures (file or notation), or folders of searches in nb201."),
+        typer.Argument(metavar="WHAT", help="Architectures (file or notation), or folders of searches in nb201."),
     ] = None,
     table: Annotated[
         Path | None,
@@ -168,15 +169,13 @@ def _search(
     # Before hours of searching for cells that the table does not have.
     check_search(recipe.method, layout, kind.rule if issubclass(kind, Method) else None)
     with Display(screen, "", quiet) as display:
-        result = api.search_seeds(
-            recipe=recipe,
-            out=folder,
-            seeds=chosen,
+        result = jobs.search_seeds(
+            recipe,
+            folder,
+            chosen,
             resume=resume,
             overwrite=overwrite,
-            on_event=lambda one: display.beside(f"seed {one}", str(folder / f"seed-{one}")),
-            # This command's own display shows the progress.
-            quiet=True,
+            on_event=lambda one: display.beside(f"seed {one}", str(seed_folder(folder, one))),
         )
     return folder, result.exit_code
 

@@ -149,7 +149,7 @@ def predict(
             help="Folder of a finished training run, of `softcell run` or of an export; or an ONNX file of an export.",
         ),
     ],
-    images: Annotated[list[Path], typer.Argument(metavar="IMAGE...", help="Image files, or folders of them.")],
+    images: Annotated[list[Path], typer.Argument(metavar="IMAGE", help="Image files, or folders of them.")],
     top: Annotated[
         int | None, typer.Option(metavar="K", min=1, help="Classes per image. Default: 3, in a CSV 1.")
     ] = None,

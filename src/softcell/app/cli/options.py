@@ -5,7 +5,8 @@ from __future__ import annotations
 import difflib
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -15,10 +16,11 @@ from softcell import registry
 from softcell.arch import Genotype, notation
 from softcell.data import datasets
 from softcell.engine import RunFolder
+from softcell.engine.runfolder import SEEDS
 from softcell.errors import UserError
 from softcell.recipes import from_options, train_recipe, trust_named
 from softcell.search.genotypes import read_genotype, run_of
-from softcell.settings import assignments, layered
+from softcell.settings import assignments
 from softcell.spaces import SPACES, Shape
 from softcell.trust import allow
 
@@ -157,9 +159,41 @@ def settings(options: Mapping[str, Any], **own: Any) -> dict[str, Any]:
     is_own = data is not None and data not in datasets() and not Path(data).is_absolute() and Path(data).exists()
     if is_own and "data_root" not in named:
         named["data_root"] = str(Path.cwd())  # for the same reason
-    given = layered(from_options(named), assignments(options.get("set_") or ()))
+    given = from_options({**named, "set": options.get("set_")})  # last: `--set` overrides the other options
     trust_named(given)
     return given
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunOptions:
+    """Options of `search` and `train` that say where and how a run is started, and are not part of its recipe.
+
+    at_once: how many of several runs share the device. track: the tools to log to.
+    """
+
+    out: Path | None
+    config: Path | None = None
+    resume: bool = False
+    overwrite: bool = False
+    at_once: int | None = None
+    quiet: bool = False
+    track: Sequence[str] = ()
+
+    @property
+    def resumes_seeds(self) -> bool:
+        """Whether the folder to resume has several seeds; it is then resumed as such, without --seeds."""
+        return self.resume and self.out is not None and (self.out / SEEDS).is_file()
+
+    @property
+    def sharing(self) -> tuple[str, ...]:
+        """`--at-once N` as words of the command that resumes, if it was given."""
+        return () if self.at_once is None else ("--at-once", str(self.at_once))
+
+    def check_at_once(self) -> None:
+        if self.at_once is not None and self.at_once < 1:
+            raise UserError(
+                f"--at-once must be at least 1, but is {self.at_once}; leave it out to use the device's default"
+            )
 
 
 def trackers(options: Mapping[str, Any]) -> list[str]:

@@ -36,7 +36,7 @@ from softcell.app.sweep.launch import make_launcher
 from softcell.app.sweep.plan import LOG, PLAN, code_of, folders_of, is_finished, plain_options
 from softcell.engine.runfolder import RUNS
 from softcell.errors import UserError
-from softcell.files import atomic_write_text
+from softcell.files import atomic_write_text, make_folder
 from softcell.machine import num_processes
 from softcell.settings import assignments, merge
 from softcell.text import clock, count_of
@@ -45,7 +45,7 @@ from softcell.trust import trust as trust_file
 
 Runs = Annotated[
     list[Path],
-    typer.Argument(metavar="RUN...", help="Run folders, or folders that contain runs.", show_default=False),
+    typer.Argument(metavar="RUN", help="Run folders, or folders that contain runs.", show_default=False),
 ]
 commands = typer.Typer()
 
@@ -95,7 +95,7 @@ def report(
 def watch(
     runs: Annotated[
         list[Path] | None,
-        typer.Argument(metavar="[RUN...]", help="Run folders, or folders that contain runs. Default: runs/."),
+        typer.Argument(metavar="RUN", help="Run folders, or folders that contain runs. Default: runs/."),
     ] = None,
     port: Annotated[
         int, typer.Option(metavar="N", min=0, max=65535, help="Port on this machine; 0 for any free one.")
@@ -269,13 +269,7 @@ def sweep(
     # Jobs cannot ask the user: they trust the contents that are trusted here, not later versions of the same files.
     launcher = make_launcher(on, folder.resolve(), jobs, options, {PASSED_ON: digests(code)} if code else {})
     source = plan / PLAN if plan.is_dir() else plan
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(
-            f"a sweep needs a writable folder, but {folder} cannot be created ({error.strerror or error}); choose "
-            "another --out"
-        ) from error
+    make_folder(folder, "a sweep")
     if source.resolve() != (folder / PLAN).resolve():
         kept = folder / PLAN
         if kept.exists() and kept.read_bytes() != source.read_bytes():

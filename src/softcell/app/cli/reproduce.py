@@ -257,7 +257,7 @@ def _runs(jobs: Iterable[Job]) -> str:
 
 
 def _finished(plan: Plan) -> int:
-    return sum(is_finished(plan.place(job)) for job in plan.jobs)
+    return sum(is_finished(plan.folder_of(job)) for job in plan.jobs)
 
 
 def _cost_each(plan: Plan, job: Job, times: Mapping[str, JobTime]) -> str:
@@ -268,14 +268,14 @@ def _cost_each(plan: Plan, job: Job, times: Mapping[str, JobTime]) -> str:
 
 def _cost(plan: Plan, jobs: list[Job], times: Mapping[str, JobTime]) -> str:
     """The remaining time of these runs; how many of them are of an unknown kind."""
-    left = [job for job in jobs if not is_finished(plan.place(job)) and not untrainable(plan, job)]
+    left = [job for job in jobs if not is_finished(plan.folder_of(job)) and not untrainable(plan, job)]
     known = [job for job in left if kind_of(job) in times]
     if left and not known:
         return NOT_MEASURED
     seconds = 0.0
     for job in known:
         epochs = num_epochs(plan.recipe(plan.stand_in(job)))
-        seconds += times[kind_of(job)].total(max(0, epochs - len(epochs_done(plan.place(job)))))
+        seconds += times[kind_of(job)].total(max(0, epochs - len(epochs_done(plan.folder_of(job)))))
     unknown = len(left) - len(known)
     return clock(seconds) + (f" and {count_of(unknown, 'run')} not measured" if unknown else "")
 

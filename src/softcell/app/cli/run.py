@@ -58,7 +58,7 @@ commands = typer.Typer()
 )
 def run(
     folder: Annotated[
-        Path | None, typer.Argument(metavar="[RUN]", help="With --resume, the folder of the run to resume.")
+        Path | None, typer.Argument(metavar="RUN", help="With --resume, the folder of the run to resume.")
     ] = None,
     data: o.Data = None,
     max_params: Annotated[
@@ -127,12 +127,12 @@ def run(
     }
     request = {key: value for key, value in given.items() if value is not None}
     if resume:
-        place = folder or out
-        if place is None:
+        resumed = folder or out
+        if resumed is None:
             raise UserError("--resume needs the folder of the run, as `softcell run --resume runs/run-photos-1`")
         if data is not None or request:
             raise UserError("a resumed run keeps its settings; leave out everything but --resume and the folder")
-        plan = Plan.open(place)
+        plan = Plan.open(resumed)
     else:
         if folder is not None and data is not None:
             raise UserError(
@@ -186,8 +186,8 @@ def _show_front(screen: Console, front: Front, plan: Plan) -> None:
     models = ", ".join(str(plan.folder / entry.budget / "export") for entry in front.entries)
     print_fields(screen, time=f"{plan.used():.0f} s of {plan.request.time:.0f} s", models=models)
     print_fields(screen, drawing=str(plan.folder / "front.svg"), report=str(plan.folder / REPORT))
-    place = plan.folder / front.entries[0].budget / "train"
-    print_fields(screen, load=f'softcell.api.Network.from_pretrained("{place}")')
+    trained = plan.folder / front.entries[0].budget / "train"
+    print_fields(screen, load=f'softcell.api.Network.from_pretrained("{trained}")')
 
 
 def _show_summary(screen: Console, summary: Summary, plan: Plan) -> None:
@@ -289,14 +289,9 @@ def demo(
     begun = any(jobs.has_run(seed_folder(search, one)) for one in seeds)
     code = run_seeds(
         {**DEMO_SEARCH, **given, "seed": first},
-        None,
-        search,
+        # There is at most an empty folder with its list of seeds to overwrite.
+        o.RunOptions(out=search, resume=begun, overwrite=not begun, quiet=quiet),
         DEMO_SEARCHES,
-        "all",
-        at_once=None,
-        resume=begun,
-        overwrite=not begun,  # at most an empty folder with its list of seeds
-        quiet=quiet,
         hint=False,
         again=again,
     )
@@ -326,7 +321,7 @@ def _check_empty(folder: Path, but: str) -> None:
 
 
 def _train_all(
-    screen: Console, found: Mapping[str, Genotype], settings: Mapping[str, Any], place: Path, quiet: bool
+    screen: Console, found: Mapping[str, Genotype], settings: Mapping[str, Any], folder: Path, quiet: bool
 ) -> dict[str, TrainResult]:
     """Trains the found cells and the demo's random ones, each in a folder named after it; stops at a signal.
 
@@ -341,7 +336,7 @@ def _train_all(
     with counting(screen, "training", quiet) as notify:
         for name, genotype in networks.items():
             notify(len(trained), len(networks), name)
-            own = place / name
+            own = folder / name
             trained[name] = jobs.train(genotype, recipe, own, resume=jobs.has_run(own))
             if trained[name].exit_code:
                 break

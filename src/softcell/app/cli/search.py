@@ -11,7 +11,6 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from softcell import api
 from softcell.app import jobs
 from softcell.app.cli import options as o
 from softcell.app.cli import output
@@ -23,12 +22,12 @@ from softcell.data import datasets
 from softcell.data.folder import is_split, scan
 from softcell.engine import RunFolder
 from softcell.engine.distributed import restarted_folder
-from softcell.engine.runfolder import RUNS, SEEDS, output_folder
+from softcell.engine.runfolder import RUNS, output_folder
 from softcell.engine.session import join_processes
 from softcell.errors import UserError
 from softcell.recipes import search_recipe, search_seeds_recipe
 from softcell.search import SearchRecipe
-from softcell.seeds import seed_folder
+from softcell.seeds import Keep, seed_folder
 
 commands = typer.Typer()
 
@@ -145,6 +144,9 @@ def search(
     """Search for an architecture. Without arguments: DARTS cells on handwritten digits."""
     track = o.trackers(locals())
     method, out, resume, overwrite = resumed("search", method, out, resume, overwrite, restarts=seeds is None)
+    start = o.RunOptions(
+        out=out, config=config, resume=resume, overwrite=overwrite, at_once=at_once, quiet=quiet, track=track
+    )
     given = o.settings(
         locals(),
         method=method,
@@ -160,93 +162,66 @@ def search(
         guide=guide,
         pretrain=None if classes is None else {"classes": classes},
     )
-    # A folder with several seeds is resumed as such, without --seeds.
-    if seeds is None and not (resume and out is not None and (out / SEEDS).is_file()):
+    if seeds is None and not start.resumes_seeds:
         for option, value in (("--keep", keep), ("--at-once", at_once)):
             if value is not None:
                 raise UserError(f"{option} {value} requires --seeds K")
-        return run_search(given, config, out, resume=resume, overwrite=overwrite, quiet=quiet, track=track)
-    return run_seeds(
-        given,
-        config,
-        out,
-        seeds,
-        keep or "all",
-        at_once=at_once,
-        resume=resume,
-        overwrite=overwrite,
-        quiet=quiet,
-        track=track,
-    )
+        return run_search(given, start)
+    return run_seeds(given, start, seeds, keep or "all")
 
 
-def run_search(
-    given: dict[str, Any],
-    config: Path | None,
-    out: Path | None,
-    *,
-    resume: bool,
-    overwrite: bool,
-    quiet: bool,
-    track: Sequence[str] = (),
-) -> int:
+def run_search(given: dict[str, Any], start: o.RunOptions) -> int:
     """Searches and prints the result and the next command."""
-    recipe = search_recipe(given, config=config, resume_from=out if resume else None)
+    recipe = search_recipe(given, config=start.config, resume_from=start.out if start.resume else None)
     screen = console()
     with join_processes(recipe.device, recipe.deterministic) as world:
-        folder = output_folder(out, world, recipe.method, recipe.space, recipe.data)
-        output.already_finished(screen, folder, resume)
+        folder = output_folder(start.out, world, recipe.method, recipe.space, recipe.data)
+        output.already_finished(screen, folder, start.resume)
         heading = f"search {recipe.method}, space {recipe.space}, data {recipe.data}, seed {recipe.seed}: {folder}"
-        with Display(screen, heading, quiet) as display, Tracking(track, folder, display) as listener:
-            result = jobs.search(recipe, folder, resume=resume, overwrite=overwrite, on_event=listener)
+        with Display(screen, heading, start.quiet) as display, Tracking(start.track, folder, display) as listener:
+            result = jobs.search(recipe, folder, resume=start.resume, overwrite=start.overwrite, on_event=listener)
     if result.genotype is None:
         output.interrupted(screen, "search", "--resume", str(folder))
         return result.exit_code
     output.show_search(screen, result)
-    if not quiet:
+    if not start.quiet:
         print_fields(screen, next=command("train", folder, *_training_data(recipe)))
     return 0
 
 
 def run_seeds(
     given: dict[str, Any],
-    config: Path | None,
-    out: Path | None,
+    start: o.RunOptions,
     seeds: int | None,
-    keep: Literal["all", "best"],
+    keep: Keep = "all",
     *,
-    at_once: int | None,
-    resume: bool,
-    overwrite: bool,
-    quiet: bool,
     hint: bool = True,
-    track: Sequence[str] = (),
     again: Sequence[str] | None = None,
 ) -> int:
     """Searches with several seeds; prints the accuracy of each and the cells of the best.
 
-    `again` is the command that resumes it.
+    hint: whether to print the next command. again: the command that resumes the searches, by default this one.
     """
-    check_at_once(at_once)
+    start.check_at_once()
     screen = console()
-    chosen, recipe, folder = search_seeds_recipe(given, config=config, seeds=seeds, out=out, resume=resume)
+    chosen, recipe, folder = search_seeds_recipe(
+        given, config=start.config, seeds=seeds, out=start.out, resume=start.resume
+    )
     heading = (
         f"search {recipe.method}, space {recipe.space}, data {recipe.data}, seeds {chosen[0]} to {chosen[-1]}: {folder}"
     )
-    if not quiet:
+    if not start.quiet:
         screen.print(heading, highlight=False)
-    with Display(screen, "", quiet) as display, ExitStack() as tracked:
-        result = api.search_seeds(
-            recipe=recipe,
-            out=folder,
-            seeds=chosen,
+    with Display(screen, "", start.quiet) as display, ExitStack() as tracked:
+        result = jobs.search_seeds(
+            recipe,
+            folder,
+            chosen,
             keep=keep,
-            at_once=at_once,
-            resume=resume,
-            overwrite=overwrite,
-            on_event=seed_listeners(display, folder, track, tracked),
-            # This command's own display shows the progress.
-            quiet=True,
+            at_once=start.at_once,
+            resume=start.resume,
+            overwrite=start.overwrite,
+            on_event=seed_listeners(display, folder, start.track, tracked),
         )
     if result.best is not None:
         output.show_search(screen, result.results[result.best])
@@ -254,9 +229,8 @@ def run_seeds(
     not_started = len(chosen) - len(result.results) - len(result.errors)
     if not_started or any(one.genotype is None for one in result.results.values()):
         kept = () if keep == "all" else ("--keep", keep)
-        shared = () if at_once is None else ("--at-once", str(at_once))
-        output.interrupted(screen, *(again or ("search", "--resume", str(folder), *kept, *shared)))
-    elif hint and result.best is not None and not quiet:
+        output.interrupted(screen, *(again or ("search", "--resume", str(folder), *kept, *start.sharing)))
+    elif hint and result.best is not None and not start.quiet:
         print_fields(screen, next=command("train", seed_folder(folder, result.best), *_training_data(recipe)))
     return result.exit_code
 
@@ -278,11 +252,6 @@ def _has_classes(recipe: SearchRecipe) -> bool:
     except UserError:
         return False
     return True
-
-
-def check_at_once(at_once: int | None) -> None:
-    if at_once is not None and at_once < 1:
-        raise UserError(f"--at-once must be at least 1, but is {at_once}; leave it out to use the device's default")
 
 
 def resumed(

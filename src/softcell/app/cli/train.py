@@ -10,7 +10,6 @@ from typing import Annotated, Any, Literal
 import typer
 from rich.console import Console
 
-from softcell import api
 from softcell.app import jobs
 from softcell.app.baseline import (
     FOUND,
@@ -24,13 +23,13 @@ from softcell.app.baseline import (
 from softcell.app.cli import options as o
 from softcell.app.cli import output
 from softcell.app.cli.output import command, console, print_fields
-from softcell.app.cli.search import check_at_once, resumed
+from softcell.app.cli.search import resumed
 from softcell.app.process import explain_failure, record_error
 from softcell.app.progress import Display, listener_beside, seed_listeners
 from softcell.app.report.trackers import Tracking
 from softcell.arch import Genotype
 from softcell.engine import RunFolder
-from softcell.engine.runfolder import SEEDS, output_folder
+from softcell.engine.runfolder import output_folder
 from softcell.engine.session import join_processes
 from softcell.errors import UserError
 from softcell.evaluate import TrainRecipe
@@ -135,103 +134,60 @@ def train(
     """Train the network of an architecture from scratch and test it once, at the end."""
     track = o.trackers(locals())
     genotype, out, resume, overwrite = resumed("train", genotype, out, resume, overwrite, restarts=seeds is None)
+    start = o.RunOptions(
+        out=out, config=config, resume=resume, overwrite=overwrite, at_once=at_once, quiet=quiet, track=track
+    )
     seconds = None if time is None else parse_time(time)
     given = o.settings(locals(), recipe=recipe, task=task, cells=cells, channels=channels, init=from_, time=seconds)
-    if seeds is not None or (resume and out is not None and (out / SEEDS).is_file()):
+    if seeds is not None or start.resumes_seeds:
         if random:
             raise UserError(
                 "--random trains several architectures with one seed and --seeds one architecture with several: run "
                 "the two commands separately, and `softcell compare` both folders"
             )
-        return run_seeds(
-            o.from_stdin(genotype),
-            given,
-            config,
-            out,
-            seeds,
-            at_once=at_once,
-            resume=resume,
-            overwrite=overwrite,
-            quiet=quiet,
-            track=track,
-        )
+        return run_seeds(o.from_stdin(genotype), given, start, seeds)
     if at_once is not None and not random:
         raise UserError(f"--at-once {at_once} requires --seeds K or --random N")
-    return run_train(
-        o.from_stdin(genotype),
-        given,
-        config,
-        out,
-        random=random,
-        at_once=at_once,
-        resume=resume,
-        overwrite=overwrite,
-        quiet=quiet,
-        track=track,
-    )
+    return run_train(o.from_stdin(genotype), given, start, random)
 
 
-def run_seeds(
-    genotype: str | Genotype | None,
-    given: dict[str, Any],
-    config: Path | None,
-    out: Path | None,
-    seeds: int | None,
-    *,
-    at_once: int | None,
-    resume: bool,
-    overwrite: bool,
-    quiet: bool,
-    track: Sequence[str],
-) -> int:
+def run_seeds(genotype: str | None, given: dict[str, Any], start: o.RunOptions, seeds: int | None) -> int:
     """Trains one architecture with several seeds; prints the accuracy of each, mean and standard deviation."""
-    check_at_once(at_once)
+    start.check_at_once()
     chosen, wanted, recipe, folder = train_seeds_recipe(
-        genotype, given, config=config, seeds=seeds, out=out, resume=resume
+        genotype, given, config=start.config, seeds=seeds, out=start.out, resume=start.resume
     )
     screen = console()
     heading = (
         f"train {wanted.space} network, recipe {recipe.recipe}, data {recipe.data}, {_length(recipe)}seeds {chosen[0]} "
         f"to {chosen[-1]}: {folder}"
     )
-    if not quiet:
+    if not start.quiet:
         screen.print(heading, highlight=False)
-    with Display(screen, "", quiet) as display, ExitStack() as tracked:
-        result = api.train_seeds(
+    with Display(screen, "", start.quiet) as display, ExitStack() as tracked:
+        result = jobs.train_seeds(
             wanted,
-            recipe=recipe,
-            out=folder,
-            seeds=chosen,
-            at_once=at_once,
-            resume=resume,
-            overwrite=overwrite,
-            on_event=seed_listeners(display, folder, track, tracked),
-            quiet=True,
+            recipe,
+            folder,
+            chosen,
+            at_once=start.at_once,
+            resume=start.resume,
+            overwrite=start.overwrite,
+            on_event=seed_listeners(display, folder, start.track, tracked),
         )
     output.show_trained_seeds(screen, result)
     not_started = len(chosen) - len(result.results) - len(result.errors)
     if not_started or any(one.exit_code for one in result.results.values()):
-        shared = () if at_once is None else ("--at-once", str(at_once))
-        output.interrupted(screen, "train", "--resume", str(folder), *shared)
+        output.interrupted(screen, "train", "--resume", str(folder), *start.sharing)
     return result.exit_code
 
 
-def run_train(
-    genotype: str | Genotype | None,
-    given: dict[str, Any],
-    config: Path | None,
-    out: Path | None,
-    *,
-    random: int,
-    at_once: int | None = None,
-    resume: bool,
-    overwrite: bool,
-    quiet: bool,
-    track: Sequence[str] = (),
-) -> int:
-    """Trains the architecture and the random ones, on a GPU at the same time, and compares them."""
-    check_at_once(at_once)
-    chosen, others, recipe = networks_to_train(genotype, given, config, out if resume else None, random)
+def run_train(genotype: str | None, given: dict[str, Any], start: o.RunOptions, random: int) -> int:
+    """Trains the architecture and `random` random ones, on a GPU at the same time, and compares them."""
+    start.check_at_once()
+    chosen, others, recipe = networks_to_train(
+        genotype, given, start.config, start.out if start.resume else None, random
+    )
     screen = console()
     missed, within = missed_budget(chosen), within_budget(chosen) if random else None
     if missed is not None:
@@ -239,32 +195,23 @@ def run_train(
         screen.print(f"note: {missed}{compared}", style="yellow", markup=False)
 
     with join_processes(recipe.device, recipe.deterministic) as world:
-        folder = output_folder(out, world, "train", chosen.space, recipe.data)
-        output.already_finished(screen, folder, resume)
+        folder = output_folder(start.out, world, "train", chosen.space, recipe.data)
+        output.already_finished(screen, folder, start.resume)
         heading = (
             f"train {chosen.space} network, recipe {recipe.recipe}, data {recipe.data}, "
             f"{_length(recipe)}seed {recipe.seed}: {folder}"
         )
-        if at_once is not None and world.size > 1:
-            raise UserError(f"--at-once {at_once} needs one process, but torchrun started {world.size}; leave it out")
-        together = num_sharing(1 + random, world.device, at_once, recipe.time)
-        if random and together > 1 and world.size == 1:
-            return _train_sharing(
-                screen,
-                heading,
-                chosen,
-                others,
-                recipe,
-                folder,
-                together=together,
-                at_once=at_once,
-                resume=resume,
-                overwrite=overwrite,
-                quiet=quiet,
-                track=track,
+        if start.at_once is not None and world.size > 1:
+            raise UserError(
+                f"--at-once {start.at_once} needs one process, but torchrun started {world.size}; leave it out"
             )
-        with Display(screen, heading, quiet) as display, Tracking(track, folder, display) as listener:
-            result = jobs.train(chosen, recipe, folder, resume=resume, overwrite=overwrite, on_event=listener)
+        together = num_sharing(1 + random, world.device, start.at_once, recipe.time)
+        if random and together > 1 and world.size == 1:
+            return _train_sharing(screen, heading, chosen, others, recipe, folder, start, together=together)
+        with Display(screen, heading, start.quiet) as display, Tracking(start.track, folder, display) as listener:
+            result = jobs.train(
+                chosen, recipe, folder, resume=start.resume, overwrite=start.overwrite, on_event=listener
+            )
         again = ["train", "--resume", str(folder), *(["--random", str(random)] if random else [])]
         if result.exit_code:
             output.interrupted(screen, *again)
@@ -275,21 +222,19 @@ def run_train(
             return 0
         if within is not None and world.is_main:
             screen.print(f"\nrandom architectures are sampled within the budget of the search: {within}", markup=False)
-        with Display(screen, "", quiet) as display, Tracking(track, folder, display) as listener:
+        with Display(screen, "", start.quiet) as display, Tracking(start.track, folder, display) as listener:
 
-            def begin(number: int, _: Genotype, place: Path) -> None:
-                display.heading = f"\nrandom architecture {number} of {random}: {place}"
+            def begin(number: int, run_folder: Path) -> None:
+                display.heading = f"\nrandom architecture {number} of {random}: {run_folder}"
                 # Trackers log every architecture as a separate run.
-                listener.folder = place
+                listener.folder = run_folder
 
             baseline = random_baseline(
-                chosen,
+                others,
                 recipe,
                 folder,
-                random,
-                drawn=others,
-                resume=resume,
-                overwrite=overwrite,
+                resume=start.resume,
+                overwrite=start.overwrite,
                 on_event=listener,
                 on_start=begin,
             )
@@ -307,29 +252,25 @@ def _train_sharing(
     others: Sequence[Genotype],
     recipe: TrainRecipe,
     folder: Path,
+    start: o.RunOptions,
     *,
     together: int,
-    at_once: int | None,
-    resume: bool,
-    overwrite: bool,
-    quiet: bool,
-    track: Sequence[str],
 ) -> int:
     """`run_train` with random architectures that share the device with the found one."""
-    if not quiet:
+    if not start.quiet:
         screen.print(f"{heading}, with {count_of(len(others), 'random architecture')}", highlight=False)
         if (within := within_budget(found)) is not None:
             screen.print(f"random architectures are sampled within the budget of the search: {within}", markup=False)
-    with Display(screen, "", quiet) as display, ExitStack() as tracked:
+    with Display(screen, "", start.quiet) as display, ExitStack() as tracked:
         ran = train_with_random(
             found,
             others,
             recipe,
             folder,
             at_once=together,
-            resume=resume,
-            overwrite=overwrite,
-            on_event=lambda name, place: listener_beside(display, name, place, track, tracked),
+            resume=start.resume,
+            overwrite=start.overwrite,
+            on_event=lambda name, run_folder: listener_beside(display, name, run_folder, start.track, tracked),
         )
     result = ran.results.get(FOUND)
     if result is not None and not result.exit_code:
@@ -340,8 +281,7 @@ def _train_sharing(
         print_fields(screen, **{name: f"failed: {reason}"})
     not_started = 1 + len(others) - len(ran.results) - len(ran.errors)
     if not_started or any(one.exit_code for one in ran.results.values()):
-        shared = () if at_once is None else ("--at-once", str(at_once))
-        output.interrupted(screen, "train", "--resume", str(folder), "--random", str(len(others)), *shared)
+        output.interrupted(screen, "train", "--resume", str(folder), "--random", str(len(others)), *start.sharing)
     elif result is not None and not ran.errors:
         random = [one for name, one in ran.results.items() if name != FOUND]
         output.show_comparison(screen, result, Baseline(random, result.split, 0))

@@ -93,19 +93,19 @@ def read_model(folder: str | Path) -> Model:
         >>> model.classes[:3]
         ('0', '1', '2')
     """
-    place = trained_folder(folder)
-    description = read_description(place)
-    facts = plain_facts(description, place)
+    source = trained_folder(folder)
+    description = read_description(source)
+    facts = plain_facts(description, source)
     output: Literal["logits", "embedding"] = "embedding" if description.get("task") == "retrieve" else "logits"
-    return Model(Network.from_pretrained(place), output=output, **facts)
+    return Model(Network.from_pretrained(source), output=output, **facts)
 
 
-def plain_facts(description: Mapping[str, Any], place: Path) -> dict[str, Any]:
+def plain_facts(description: Mapping[str, Any], source: Path) -> dict[str, Any]:
     """The description of a model as plain numbers and texts of the right types; anything else is a `UserError`.
 
     These values are written into Python and ONNX files, and a folder may come from anyone.
     """
-    data, where = convert(dict, description["data"], f"{place}: data"), f"{place}: data"
+    data, where = convert(dict, description["data"], f"{source}: data"), f"{source}: data"
     missing = [key for key in ("shape", "classes", "mean", "std") if key not in data]
     if missing:
         raise UserError(f"{where} must have `{missing[0]}`, but does not; export or train the model again")
@@ -119,14 +119,14 @@ def plain_facts(description: Mapping[str, Any], place: Path) -> dict[str, Any]:
     if len(scaled_to) != 2 or scaled_to[0] < shape[1] or scaled_to[1] < shape[2]:
         raise UserError(f"{where}.scaled_to must be a height and a width not below {shape[1:]}, got {scaled_to}")
     classes = convert(tuple[str, ...], data["classes"], f"{where}.classes")
-    about = convert(dict, description.get("about", {}), f"{place}: about")
+    about = convert(dict, description.get("about", {}), f"{source}: about")
     for key, value in about.items():
-        convert(str, value, f"{place}: about.{key}")
+        convert(str, value, f"{source}: about.{key}")
     for text in (*classes, *about, *about.values()):
         try:
             text.encode("utf-8")
         except UnicodeEncodeError:
-            raise UserError(f"{place}: names and facts must be valid Unicode, got {text[:80]!r}") from None
+            raise UserError(f"{source}: names and facts must be valid Unicode, got {text[:80]!r}") from None
     whole = convert(bool, data.get("whole", False), f"{where}.whole")
     return {
         "shape": shape,
@@ -361,8 +361,8 @@ def _parsed(file: Path, key: str, text: str) -> Any:
         raise UserError(f"{file}: `{key}` in the metadata must be JSON, got {text[:80]!r}; export again") from error
 
 
-def _no_classes(place: Path) -> UserError:
+def _no_classes(source: Path) -> UserError:
     return UserError(
-        f"only a classifier has classes to predict, but {place} was trained for retrieval and returns embeddings; "
+        f"only a classifier has classes to predict, but {source} was trained for retrieval and returns embeddings; "
         "`softcell export --to python` writes a predict.py that sorts images by their similarity"
     )

@@ -97,13 +97,13 @@ class Ready:
     Example:
         >>> from softcell.app.export import ready
         >>> found = ready("runs/train", ["safetensors"], None, overwrite=False)
-        >>> str(found.place), found.model.shape
+        >>> str(found.folder), found.model.shape
         ('runs/train/export', (1, 8, 8))
     """
 
     model: Model
     source: Path
-    place: Path
+    folder: Path
     images: CalibrationData | None = None
     """For `onnx-int8`."""
 
@@ -111,7 +111,7 @@ class Ready:
         """Writes the network as `to`, one of the formats that were checked."""
         model, names, quantised = self.model, FILES[to], None
         # Building and tracing modules draws random numbers; those of the caller stay the same.
-        with locked(self.place), _staged(self.place, names) as stage, torch.random.fork_rng(devices=[]):
+        with locked(self.folder), _staged(self.folder, names) as stage, torch.random.fork_rng(devices=[]):
             match to:
                 case "onnx":
                     graph.write_onnx(model, stage / names[0])
@@ -133,7 +133,7 @@ class Ready:
                     atomic_write_text(stage / names[0], python.to_python(model))
                     atomic_write_text(stage / names[1], python.to_predict(model))
                     difference = python.check_python(stage / names[1], model)
-        return Exported(to, _files(self.place, to), difference, model.output, quantised)
+        return Exported(to, _files(self.folder, to), difference, model.output, quantised)
 
 
 def export(
@@ -190,44 +190,44 @@ def ready(
         refused
     """
     source = trained_folder(folder)
-    place = Path(folder) / "export" if out is None else Path(out)
+    target = Path(folder) / "export" if out is None else Path(out)
     for kind in kinds:
-        _check_free(source, place, _files(place, kind), overwrite)
+        _check_free(source, target, _files(target, kind), overwrite)
     if "onnx" in kinds or "onnx-int8" in kinds:
         check_packages()
     model, images = read_model(source), None
     if "onnx-int8" in kinds:
         check_quantisable(model)
         images = calibration_data(source, model, data=data, data_root=data_root, calibration=calibration)
-    weights, wanted = place / WEIGHTS, any(WEIGHTS in FILES[kind] for kind in kinds)
+    weights, wanted = target / WEIGHTS, any(WEIGHTS in FILES[kind] for kind in kinds)
     if wanted and not overwrite and weights.exists() and not _holds(weights, model):
         raise UserError(
             f"{weights} already exists and holds different weights from {source}, which other files there may need: "
             "choose another --out, or --overwrite to replace it"
         )
-    return Ready(model, source, place, images)
+    return Ready(model, source, target, images)
 
 
-def _files(place: Path, kind: Format) -> tuple[Path, ...]:
-    return tuple(place / name for name in FILES[kind])
+def _files(folder: Path, kind: Format) -> tuple[Path, ...]:
+    return tuple(folder / name for name in FILES[kind])
 
 
 @contextmanager
-def _staged(place: Path, names: Sequence[str]) -> Iterator[Path]:
-    """A folder inside `place` for files that are not checked yet; at the end they move to `place`.
+def _staged(folder: Path, names: Sequence[str]) -> Iterator[Path]:
+    """A temporary folder in `folder` for files that are not checked yet; at the end they move to `folder` itself.
 
     A failed check leaves none of them there. They move one by one, so a kill in between leaves some, each complete.
     """
-    stage = place / STAGE
+    stage = folder / STAGE
     shutil.rmtree(stage, ignore_errors=True)  # left by an export that was killed
     try:
         stage.mkdir()
         yield stage
         for name in names:
-            os.replace(stage / name, place / name)
-        fsync_folder(place)
+            os.replace(stage / name, folder / name)
+        fsync_folder(folder)
     except OSError as error:
-        raise UserError(f"{place} cannot be written ({error.strerror or error}); choose another --out") from error
+        raise UserError(f"{folder} cannot be written ({error.strerror or error}); choose another --out") from error
     finally:
         shutil.rmtree(stage, ignore_errors=True)
 
@@ -246,12 +246,12 @@ def format_named(name: str) -> Format:
     raise UserError(f"--to must be one of {', '.join(FORMATS)}, got {name!r}")
 
 
-def _check_free(source: Path, place: Path, files: tuple[Path, ...], overwrite: bool) -> None:
-    if place.resolve() == source.resolve():
+def _check_free(source: Path, folder: Path, files: tuple[Path, ...], overwrite: bool) -> None:
+    if folder.resolve() == source.resolve():
         raise UserError(
             f"an export needs a separate folder, but --out is the run {source} itself; choose another --out"
         )
-    there = next((parent for parent in (place, *place.parents) if parent.exists()), Path())
+    there = next((parent for parent in (folder, *folder.parents) if parent.exists()), Path())
     if not there.is_dir() or not os.access(there, os.W_OK):
         reason = "is not writable" if there.is_dir() else "is a file"
         raise UserError(f"an export needs a folder, but {there} {reason}; choose another --out")

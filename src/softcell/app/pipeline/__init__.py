@@ -2,7 +2,7 @@
 
 from softcell.app.pipeline._front import Front, FrontEntry
 from softcell.app.pipeline._plan import Plan, RunRequest
-from softcell.app.pipeline._run import Outcome, run
+from softcell.app.pipeline._run import RunResult, run
 from softcell.app.pipeline._summary import Beside, Decision, Entry, Result, Round, Row, Summary, verdict
 from softcell.app.progress import Screen
 from softcell.text import parse_time
@@ -13,12 +13,12 @@ __all__ = [
     "Entry",
     "Front",
     "FrontEntry",
-    "Outcome",
     "Plan",
     "Result",
     "Round",
     "Row",
     "RunRequest",
+    "RunResult",
     "Screen",
     "Summary",
     "parse_time",

@@ -29,7 +29,7 @@ from softcell.app.export.model import PLAN, onnx_session
 from softcell.data import Dataset
 from softcell.data.dataset import TEST_FRACTION
 from softcell.data.images import SUFFIXES, DecodeError, Header, Images, decode, read_header
-from softcell.errors import UserError
+from softcell.errors import UserError, one_line
 from softcell.spaces.teacher import read_program
 from softcell.text import count_of
 
@@ -326,10 +326,10 @@ def make_links(inspection: Inspection, folder: Path) -> Path:
     shutil.rmtree(temporary, ignore_errors=True)
     shutil.rmtree(folder, ignore_errors=True)
     for number, image in enumerate(inspection.images):
-        place = temporary / image.part / image.label if inspection.test else temporary / image.label
-        place.mkdir(parents=True, exist_ok=True)
+        target = temporary / image.part / image.label if inspection.test else temporary / image.label
+        target.mkdir(parents=True, exist_ok=True)
         # Numbered, because files from different subfolders may have the same name.
-        link = place / f"{number:06}-{image.path.name}"
+        link = target / f"{number:06}-{image.path.name}"
         try:
             link.symlink_to(image.path)
         except OSError:  # a file system without links
@@ -390,10 +390,9 @@ class OwnModel:
         try:
             scores = self.forward(images)
         except Exception as error:  # a foreign model may fail in any way
-            reason = " ".join(str(error).split())
             raise UserError(
                 f"--beside {self.file} must accept float32 pixels in 0..1 of shape {list(images.shape)}, but failed: "
-                f"{reason[:200]}; export it for any batch size"
+                f"{one_line(error)}; export it for any batch size"
             ) from error
         if not isinstance(scores, Tensor) or scores.dim() != 2 or scores.shape[0] != len(pixels):
             raise UserError(f"--beside {self.file} must return one row of scores per image, [n, classes]")

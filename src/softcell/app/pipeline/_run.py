@@ -12,6 +12,7 @@ import shutil
 import warnings
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from softcell.app import jobs
@@ -45,7 +46,7 @@ from softcell.app.pipeline._inspect import (
 )
 from softcell.app.pipeline._plain import MIN_EPOCHS
 from softcell.app.pipeline._plan import LINKS, Candidate, Plan, RunTime
-from softcell.app.pipeline._summary import Summary, finish, summarise
+from softcell.app.pipeline._summary import Summary, finish, summarise, verdict
 from softcell.app.progress import Screen
 from softcell.arch import Genotype
 from softcell.data import load
@@ -61,7 +62,7 @@ from softcell.evaluate import TrainRecipe, TrainResult
 from softcell.machine import num_processes
 from softcell.search import SearchRecipe
 from softcell.settings import build, to_dict
-from softcell.text import clock, count_of
+from softcell.text import Shown, clock, count_of
 
 SEARCH_PART = 0.45
 """Part of the time between measuring and the final training that the search gets; the competition gets the rest."""
@@ -79,24 +80,32 @@ LOOKED_AT = 0.15
 """Share of the final training after which its number of epochs is forecast, until it has had enough of them."""
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """`exit_code` is not 0 if a signal interrupted the run; `summary` is there if it was completed.
+@dataclass(frozen=True, slots=True, repr=False)
+class RunResult(Shown):
+    """The result of `softcell run`; `summary` is None, and `exit_code` not 0, if a signal interrupted it.
 
-    With several budgets, `front` has the networks of all, and `summary` is that of the largest.
+    With several budgets, `front` lists their networks, `summary` describes the largest one, and `verdict` covers each
+    of them.
 
     Example:
-        >>> from softcell.app.pipeline import Outcome
-        >>> Outcome(exit_code=130, summary=None).exit_code  # interrupted by Ctrl-C
-        130
+        >>> from softcell.app.pipeline import RunResult
+        >>> from pathlib import Path
+        >>> RunResult(Path("runs/photos"), summary=None, verdict=(), exit_code=130)
+        RunResult(runs/photos: interrupted)
     """
 
-    exit_code: int
+    folder: Path
     summary: Summary | None
+    verdict: tuple[str, ...]
+    exit_code: int
     front: Front | None = None
 
+    def __repr__(self) -> str:
+        state = "interrupted" if self.summary is None else " ".join(self.verdict)
+        return f"RunResult({self.folder}: {state})"
 
-def run(plan: Plan, screen: Screen) -> Outcome:
+
+def run(plan: Plan, screen: Screen) -> RunResult:
     """Runs or resumes a plan until its end or a signal; returns the result of a finished one.
 
     Example:
@@ -110,10 +119,9 @@ def run(plan: Plan, screen: Screen) -> Outcome:
         0.95
     """
     if plan.status == "finished" and plan.front is not None:
-        front = read_front(plan)
-        return Outcome(0, front.entries[-1].summary, front)
+        return _result_of_front(plan, read_front(plan))
     if plan.status == "finished" and plan.summary is not None:
-        return Outcome(0, Summary.from_dict(plan.summary, plan.folder))
+        return _result(plan, Summary.from_dict(plan.summary, plan.folder))
     if num_processes() > 1:
         raise UserError(
             "`softcell run` plans the time of one process; under torchrun use `softcell search` and `train`"
@@ -130,18 +138,26 @@ def run(plan: Plan, screen: Screen) -> Outcome:
         raise
 
 
-def _run_alone(plan: Plan, screen: Screen) -> Outcome:
+def _result(plan: Plan, summary: Summary | None, exit_code: int = 0) -> RunResult:
+    return RunResult(plan.folder, summary, tuple((plan.summary or {}).get("verdict", ())), exit_code)
+
+
+def _result_of_front(plan: Plan, front: Front) -> RunResult:
+    said = tuple(f"{one.budget}: {' '.join(verdict(one.summary)[1])}" for one in front.entries)
+    return RunResult(plan.folder, front.entries[-1].summary, said, 0, front)
+
+
+def _run_alone(plan: Plan, screen: Screen) -> RunResult:
     try:
         with loaded_once(), warnings.catch_warnings():
             warnings.simplefilter("ignore", SmallDataWarning)  # runs are made for small data
             if plan.request.front() is not None:
-                front = run_front(plan, screen, _Run)
-                return Outcome(0, front.entries[-1].summary, front)
-            return Outcome(0, _Run(plan, screen).whole())
+                return _result_of_front(plan, run_front(plan, screen, _Run))
+            return _result(plan, _Run(plan, screen).whole())
     except StoppedError as stopped:
         plan.status = "interrupted"
         plan.save()
-        return Outcome(stopped.exit_code, None)
+        return _result(plan, None, stopped.exit_code)
     except UserError as error:
         # Without a choice `run` discards the folder, so there is nothing to record.
         if plan.choice is not None:
@@ -212,8 +228,8 @@ class _Run:
         with self.screen.working("inspecting the images") as step:
             if self.is_folder:
                 found = inspect_folder(self.root, step)
-                place = make_links(found, plan.folder / LINKS) if found.needs_links else self.root
-                plan.data = str(place.resolve())
+                images = make_links(found, plan.folder / LINKS) if found.needs_links else self.root
+                plan.data = str(images.resolve())
             else:
                 found = inspect_dataset(load(self.request.data, self.request.data_root))
                 plan.data = self.request.data

@@ -207,8 +207,8 @@ class Summary:
     def from_dict(cls, data: Mapping[str, Any], folder: Path) -> Summary:
         """The inverse of `to_dict`, for a run that is now in `folder`."""
         own = {key: value for key, value in data.items() if key not in ("version", "worth_it", "verdict")}
-        place = str(folder / Path(str(own["delivered"]["folder"])).name)
-        return build(cls, {**own, "delivered": {**own["delivered"], "folder": place}}, "summary")
+        delivered = str(folder / Path(str(own["delivered"]["folder"])).name)
+        return build(cls, {**own, "delivered": {**own["delivered"], "folder": delivered}}, "summary")
 
 
 def verdict(summary: Summary) -> tuple[bool, list[str]]:

@@ -37,7 +37,7 @@ from softcell.app.report.heatmaps import shade_rules
 from softcell.app.report.runs import Run, companions, labels, read_run
 from softcell.app.report.theme import Html, el, join, page_sheet
 from softcell.engine.runfolder import MANIFEST
-from softcell.errors import UserError
+from softcell.errors import UserError, one_line
 from softcell.files import atomic_write_text
 
 REPORT = "report.html"
@@ -245,7 +245,7 @@ def _drawable(run: Run) -> Run:
     try:
         render([run])
     except Exception as error:
-        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        reason = f"{type(error).__name__}: {one_line(error)}"
         problem = f"this run is damaged: its files cannot be drawn ({reason})"
         known = {key: run.manifest[key] for key in ("kind", "status", "seed") if key in run.manifest}
         manifest = {**known, "recipe": {}, "results": {}}

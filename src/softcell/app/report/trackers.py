@@ -17,7 +17,7 @@ from softcell.engine import RunFolder
 from softcell.engine.distributed import is_main_process
 from softcell.engine.runfolder import MANIFEST
 from softcell.engine.task import EpochEnded, Event, OnEvent, Started
-from softcell.errors import UserError
+from softcell.errors import UserError, one_line
 from softcell.files import atomic_write_text, read_json
 from softcell.settings import flat
 
@@ -60,12 +60,12 @@ class TensorBoard(Tracker):
         self._writer: Any = None
 
     def start(self, folder: Path, recipe: Mapping[str, Any], event: Started, known: str | None) -> None:
-        place = folder / BOARD
-        if event.epoch == 0 and event.step == 0 and not place.is_symlink():  # a link may lead to logs of others
-            for file in place.glob("events.out.tfevents.*"):
+        logs = folder / BOARD
+        if event.epoch == 0 and event.step == 0 and not logs.is_symlink():  # a link may lead to logs of others
+            for file in logs.glob("events.out.tfevents.*"):
                 file.unlink()
         # TensorBoard ignores what an earlier process wrote from this step on: lost epochs are run again.
-        self._writer = self._make(str(place), purge_step=event.epoch + 1)
+        self._writer = self._make(str(logs), purge_step=event.epoch + 1)
 
     def write(self, metrics: Mapping[str, float], epoch: int) -> None:
         for name, value in metrics.items():
@@ -214,7 +214,7 @@ class Tracking:
             try:
                 found = tracker.start(self.folder, recipe, event, ids.get(name))
             except Exception as error:  # a server that does not answer, a missing login: before any work is lost
-                raise UserError(f"--{name} cannot start a run: {_line(error)}") from error
+                raise UserError(f"--{name} cannot start a run: {one_line(error, 300)}") from error
             self._running[name] = tracker
             if found is not None:
                 ids[name] = found
@@ -227,7 +227,7 @@ class Tracking:
                 getattr(tracker, action)(*values)
             except Exception as error:  # anything that a server or an exceeded quota raises
                 del self._running[name]
-                warnings.warn(f"--{name} stopped, the run continues: {_line(error)}", stacklevel=2)
+                warnings.warn(f"--{name} stopped, the run continues: {one_line(error, 300)}", stacklevel=2)
 
 
 def tag(name: str) -> str:
@@ -241,7 +241,3 @@ def tag(name: str) -> str:
 
 def _missing(extra: str, tool: str) -> UserError:
     return UserError(f"--{extra} needs {tool}: pip install 'softcell[{extra}]'")
-
-
-def _line(error: Exception) -> str:
-    return " ".join(str(error).split())[:300] or type(error).__name__

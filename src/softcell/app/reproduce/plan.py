@@ -181,7 +181,7 @@ class Plan:
         folder = Path("train") / name / network / f"seed-{seed}"
         return Job(kind, folder, f"train {network} on {settings['data']}, seed {seed}", settings, network, search)
 
-    def place(self, job: Job) -> Path:
+    def folder_of(self, job: Job) -> Path:
         return self.folder / job.folder
 
     def genotype(self, job: Job) -> Genotype:
@@ -221,7 +221,7 @@ class Plan:
             words.append(str(job.settings["method"]))
         elif job.kind == "train":
             source = self.folder / job.found if job.found is not None else CELLS.get(job.network)
-            words.append(str(source) if source else str(self.place(job) / "genotype.json"))
+            words.append(str(source) if source else str(self.folder_of(job) / "genotype.json"))
         else:
             words.append("resnet18" if job.kind == "classifier" else job.network)
         for key in ("space", "data", "epochs", "seed"):
@@ -229,7 +229,7 @@ class Plan:
                 words += [f"--{key}", str(given.pop(key))]
         for key, value in given.items():
             words += ["--set", f"{key}={value if isinstance(value, str) else json.dumps(value)}"]
-        return shlex.join([*words, "--out", str(self.place(job))])
+        return shlex.join([*words, "--out", str(self.folder_of(job))])
 
 
 def random_cell(space: str, number: int, limit: int | None, form: Mapping[str, Any] | None = None) -> Genotype:

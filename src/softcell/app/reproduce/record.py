@@ -119,26 +119,26 @@ def write_record(file: Path, record: Mapping[str, Any]) -> None:
 
 
 def _run_facts(plan: Plan, job: Job) -> dict[str, Any]:
-    """One run: how it is repeated, how far it is, and its results."""
-    place = plan.place(job)
+    """One run: the command that repeats it, its progress and its results."""
+    folder = plan.folder_of(job)
     facts: dict[str, Any] = {
         "kind": job.kind,
         "title": job.title,
         "command": plan.command(job),
         "seed": job.seed,
-        "status": status(place),
+        "status": status(folder),
     }
     if (reason := untrainable(plan, job)) is not None:
         return {**facts, "status": "not trainable", "reason": reason}
-    if not has_run(place):
+    if not has_run(folder):
         return facts
-    manifest, epochs = RunFolder.open(place).manifest, epochs_done(place)
+    manifest, epochs = RunFolder.open(folder).manifest, epochs_done(folder)
     facts["epochs_done"] = len(epochs)
     facts |= {key: manifest[key] for key in ("recipe", "git", "versions", "hardware", "created", "finished")}
     kept = _KEPT_SEARCH if job.kind == "search" else (*_KEPT_TRAINING, *_RECALL)
     facts["results"] = {key: manifest["results"][key] for key in kept if manifest["results"].get(key) is not None}
-    if job.kind == "search" and is_finished(place):
-        facts["genotype"] = Genotype.load(place).to_dict()
+    if job.kind == "search" and is_finished(folder):
+        facts["genotype"] = Genotype.load(folder).to_dict()
     if job.kind == "search":
         facts["curves"] = {key: [row.get(key) for row in epochs] for key in _CURVES if any(key in r for r in epochs)}
     elif job.kind == "train":
@@ -148,7 +148,7 @@ def _run_facts(plan: Plan, job: Job) -> dict[str, Any]:
 
 def _row_facts(plan: Plan, table: PaperTable, row: Row) -> dict[str, Any]:
     """The figures of a row: `networks` over its networks, `seeds` over the training seeds of its first network."""
-    searches = [job for job in plan.searches(table, row) if is_finished(plan.place(job))]
+    searches = [job for job in plan.searches(table, row) if is_finished(plan.folder_of(job))]
     values: dict[str, list[float]] = {}
     for job in searches:
         for key, value in _search_figures(plan, job).items():
@@ -157,9 +157,9 @@ def _row_facts(plan: Plan, table: PaperTable, row: Row) -> dict[str, Any]:
     for name, networks in plan.trainings(table, row).items():
         figures = table.trainings[name].figures
         for number, jobs in enumerate(networks.values()):
-            done = [job for job in jobs if is_finished(plan.place(job))]
+            done = [job for job in jobs if is_finished(plan.folder_of(job))]
             for job in done:
-                results = RunFolder.open(plan.place(job)).manifest["results"]
+                results = RunFolder.open(plan.folder_of(job)).manifest["results"]
                 costs = {key: float(results[key]) for key in ("parameters", "multiply_adds")}
                 for figure in figures:
                     key = name if len(figures) == 1 else f"{name} {figure}"
@@ -177,7 +177,9 @@ def _row_facts(plan: Plan, table: PaperTable, row: Row) -> dict[str, Any]:
         key: [job for job in plan.jobs_of(table, row) if job.kind == key] for key in ("search", "train", "classifier")
     }
     progress = {
-        key: f"{sum(is_finished(plan.place(job)) for job in jobs)} of {len(jobs)}" for key, jobs in own.items() if jobs
+        key: f"{sum(is_finished(plan.folder_of(job)) for job in jobs)} of {len(jobs)}"
+        for key, jobs in own.items()
+        if jobs
     }
     shown = columns_of(table)
     return {
@@ -192,7 +194,7 @@ def _row_facts(plan: Plan, table: PaperTable, row: Row) -> dict[str, Any]:
 
 def _search_figures(plan: Plan, job: Job) -> dict[str, float]:
     """Figures of a finished search, by key of `COLUMNS`."""
-    manifest, epochs = RunFolder.open(plan.place(job)).manifest, epochs_done(plan.place(job))
+    manifest, epochs = RunFolder.open(plan.folder_of(job)).manifest, epochs_done(plan.folder_of(job))
     results = manifest["results"]
     found: dict[str, Any] = {
         "search": results.get("val_accuracy"),
@@ -206,7 +208,7 @@ def _search_figures(plan: Plan, job: Job) -> dict[str, float]:
     for name, (first, second) in {"loss_of_child": ("search", "child"), "gap_bn": ("search_bn", "child_bn")}.items():
         if found[first] is not None and found[second] is not None:
             found[name] = found[first] - found[second]
-    genotype, data = Genotype.load(plan.place(job)), manifest["results"].get("data")
+    genotype, data = Genotype.load(plan.folder_of(job)), manifest["results"].get("data")
     if data and not results.get("empty_cells"):
         space = evaluation_space(genotype.space, str(manifest["recipe"]["data"]))
         cost = count_genotype(space, genotype, tuple(data["shape"]), data["num_classes"])
@@ -220,13 +222,13 @@ def _summary(values: Sequence[float]) -> dict[str, Any]:
 
 
 def _unfinished(plan: Plan, job: Job) -> str | None:
-    """How far a run is that was started and is not finished, or why it cannot be."""
-    place = plan.place(job)
+    """The progress of a run that was started and is not finished, or why it cannot be."""
+    folder = plan.folder_of(job)
     if (reason := untrainable(plan, job)) is not None:
         return f"{job.title}: {reason}"
-    if not has_run(place) or is_finished(place):
+    if not has_run(folder) or is_finished(folder):
         return None
-    return f"{job.title}: {status(place)} after {len(epochs_done(place))} of {num_epochs(plan.recipe(job))} epochs"
+    return f"{job.title}: {status(folder)} after {len(epochs_done(folder))} of {num_epochs(plan.recipe(job))} epochs"
 
 
 def verdict(table: PaperTable, rows: Sequence[Mapping[str, Any]]) -> str:

@@ -73,7 +73,7 @@ def untrainable(plan: Plan, job: Job) -> str | None:
 def _is_ready(plan: Plan, job: Job) -> bool:
     """Whether the runs that this one needs are finished."""
     if job.kind == "search" and job.settings.get("guide"):
-        return is_finished(plan.place(plan.teacher()))
+        return is_finished(plan.folder_of(plan.teacher()))
     return job.found is None or is_finished(plan.folder / job.found)
 
 
@@ -105,16 +105,16 @@ def _check_network(genotype: Genotype, folder: Path) -> None:
         )
 
 
-def steps_of(plan: Plan, job: Job, place: Path, on_event: OnEvent) -> Running[Any]:
-    """Runs a job in the folder `place`, or the rest of it."""
-    recipe, resume = resumed(plan.recipe(job), place), has_run(place)
+def steps_of(plan: Plan, job: Job, folder: Path, on_event: OnEvent) -> Running[Any]:
+    """Runs a job in `folder`, or the rest of it."""
+    recipe, resume = resumed(plan.recipe(job), folder), has_run(folder)
     if job.kind == "train" and resume:
-        _check_network(plan.genotype(job), place)
+        _check_network(plan.genotype(job), folder)
     if isinstance(recipe, SearchRecipe):
-        return (yield from search_steps(recipe, place, resume=resume, on_event=on_event))
+        return (yield from search_steps(recipe, folder, resume=resume, on_event=on_event))
     if isinstance(recipe, TeacherRecipe):
-        return (yield from teacher_steps(recipe, place, resume=resume, on_event=on_event))
-    return (yield from train_steps(plan.genotype(job), recipe, place, resume=resume, on_event=on_event))
+        return (yield from teacher_steps(recipe, folder, resume=resume, on_event=on_event))
+    return (yield from train_steps(plan.genotype(job), recipe, folder, resume=resume, on_event=on_event))
 
 
 def run_plan(
@@ -139,8 +139,8 @@ def run_plan(
     began, ended, refused = time.monotonic(), Ended(), list[UserError]()
     wanted = [job for job in plan.jobs if rows is None or rows & {*job.rows}]
     for job in wanted:
-        if has_run(plan.place(job)):  # before the first run starts: a run of another recipe may be the last in line
-            resumed(plan.recipe(job), plan.place(job))
+        if has_run(plan.folder_of(job)):  # before the first run starts: a run of another recipe may be the last in line
+            resumed(plan.recipe(job), plan.folder_of(job))
     device = resolve_device(plan.device)
     with locked(plan.folder), Interrupt() as interrupt, loaded_once():
 
@@ -152,27 +152,27 @@ def run_plan(
                 return
             began_run, started = time.monotonic(), list[Job]()
             try:
-                yield from steps_of(plan, job, plan.place(job), _watch(job, started, interrupt, late, notify))
+                yield from steps_of(plan, job, plan.folder_of(job), _watch(job, started, interrupt, late, notify))
             except _StoppedError:
-                RunFolder.open(plan.place(job)).finish("interrupted")  # its checkpoints and rounds are saved
+                RunFolder.open(plan.folder_of(job)).finish("interrupted")  # its checkpoints and rounds are saved
                 return
             except UserError as error:
                 if not started:  # wrong settings or missing data, which the other runs have too
                     refused.append(error)
                     interrupt.request()
                 raise
-            if is_finished(plan.place(job)):
-                notify(f"{job.title}: finished in {clock(time.monotonic() - began_run)}{_result(plan.place(job))}")
+            if is_finished(plan.folder_of(job)):
+                notify(f"{job.title}: finished in {clock(time.monotonic() - began_run)}{_result(plan.folder_of(job))}")
 
         for stage in sorted({STAGES[job.kind] for job in wanted}):
-            left = [job for job in wanted if STAGES[job.kind] == stage and not is_finished(plan.place(job))]
+            left = [job for job in wanted if STAGES[job.kind] == stage and not is_finished(plan.folder_of(job))]
             for job, error in zip(left, interleave([partial(run, job) for job in left], device, at_once), strict=True):
                 if refused:
                     raise refused[0]
                 if isinstance(error, Exception):
                     notify(f"{job.title}: failed: {error}")
                     ended.errors[job.title] = error
-        ended.out_of_time = late() and any(not is_finished(plan.place(job)) for job in wanted)
+        ended.out_of_time = late() and any(not is_finished(plan.folder_of(job)) for job in wanted)
         ended.exit_code = exit_code(interrupt.signal) if interrupt.signal and not late() else 0
     return ended
 
@@ -244,8 +244,8 @@ def measured_times(
     known: dict[str, JobTime] = {}
     here = hardware()
     for job in plan.jobs:
-        rows = epochs_done(plan.place(job))
-        if rows and RunFolder.open(plan.place(job)).manifest["hardware"] == here:
+        rows = epochs_done(plan.folder_of(job))
+        if rows and RunFolder.open(plan.folder_of(job)).manifest["hardware"] == here:
             # The metrics have the seconds of epochs only, so the start counts as 0.
             known.setdefault(kind_of(job), JobTime(0.0, sum(row["seconds"] for row in rows) / len(rows)))
     for one in jobs if measure else ():
@@ -257,8 +257,8 @@ def measured_times(
         split = recipe.split if isinstance(recipe, SearchRecipe) else {}
         evaluated = float(split.get("held", split.get("validation", 0.0))) / float(split.get("weights", 1.0))
 
-        def run(place: Path, watch: OnEvent, job: Job = job) -> Any:
-            return drain(steps_of(plan, job, place, watch))
+        def run(folder: Path, watch: OnEvent, job: Job = job) -> Any:
+            return drain(steps_of(plan, job, folder, watch))
 
         tested = 0.0 if job.kind == "search" else 0.2  # CIFAR has a test image for every five of training
         with TemporaryDirectory(prefix="softcell-") as scratch:

@@ -1,4 +1,4 @@
-"""The jobs of a sweep on one machine: a process for each job, or one for all jobs on a GPU (`app.sweep.shared`)."""
+"""The jobs of a sweep on one machine: a process for each job, or one for all jobs on a GPU (`app.sweep._shared`)."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ import torch
 
 from softcell.app.jobs import has_run
 from softcell.app.process import ERROR_FILE, exit_code_of, read_error, write_error
+from softcell.app.sweep._shared import SharedProcess, process_settings, runs_on_gpu, trains_shared
 from softcell.app.sweep.plan import ERROR, LOG, Job, is_finished
-from softcell.app.sweep.shared import SharedProcess, process_settings, runs_on_gpu, trains_shared
 from softcell.engine.lock import LOCK, announce, holder, open_lock, take
 
 BUSY = 75  # as in sysexits.h: try again later

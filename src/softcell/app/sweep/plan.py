@@ -157,12 +157,12 @@ class Job:
 
     def check(self) -> None:
         """Raises if a run in the folder has other settings than the file now gives."""
-        place = self.folder / "search"
-        if has_run(place):
-            _check_same(place, search_recipe(self.search).to_dict())
-        place = self.folder / "train"
-        if self.train is not None and has_run(place):
-            _check_same(place, train_recipe(self.folder / "search", self.train)[1].to_dict())
+        run_folder = self.folder / "search"
+        if has_run(run_folder):
+            _check_same(run_folder, search_recipe(self.search).to_dict())
+        run_folder = self.folder / "train"
+        if self.train is not None and has_run(run_folder):
+            _check_same(run_folder, train_recipe(self.folder / "search", self.train)[1].to_dict())
 
 
 def is_finished(folder: Path) -> bool:

@@ -92,7 +92,7 @@ class SharedProcess:
         self._asked = 0
         with open(self._log, "ab") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-c", f"from softcell.app.sweep.shared import main; main({writing})"],
+                [sys.executable, "-c", f"from softcell.app.sweep._shared import main; main({writing})"],
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,
@@ -163,12 +163,12 @@ def _train_steps_of(folder: Path, random: int) -> Running[int]:
     source, config = (None, None) if begun else (search, f"{train}.json")
     found, others, recipe = networks_to_train(source, {}, config, train if begun else None, random)
     for number, genotype in enumerate((found, *others)):
-        place = random_folder(train, number) if number else train
-        if is_finished(place):
+        run_folder = random_folder(train, number) if number else train
+        if is_finished(run_folder):
             continue
-        begun = has_run(place)
-        _begin(folder, f"train {place.relative_to(folder)}", begun)
-        result = yield from train_steps(genotype, recipe, place, resume=begun, on_event=partial(_note, folder))
+        begun = has_run(run_folder)
+        _begin(folder, f"train {run_folder.relative_to(folder)}", begun)
+        result = yield from train_steps(genotype, recipe, run_folder, resume=begun, on_event=partial(_note, folder))
         if result.exit_code:
             return result.exit_code
         draw_training(result, again=True)
