@@ -255,6 +255,8 @@ class _MixedCell(torch.autograd.Function):
         for plane in (plane for plane, own in arrived.items() if own is None):
             if plane >= program.nodes or program.wave_of(plane) is None:  # otherwise the wave writes it first
                 gradient[plane].zero_()
+        for plane in (plane for plane in range(program.inputs) if program.wave_of(plane) is None):
+            given_gradient[plane].zero_()  # nothing reads it
         given_grads = {plane: own.permute(0, 2, 3, 1) for plane, own in arrived.items() if own is not None}
         if given_grads:
             torch._foreach_copy_([gradient[plane] for plane in given_grads], list(given_grads.values()))
