@@ -81,7 +81,7 @@ def test_a_warm_up_compiles_what_a_step_launches(training: bool, probability: fl
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels that are compiled already would be launched")
-@pytest.mark.parametrize("space", ["nb201", "nos"])
+@pytest.mark.parametrize("space", ["nb201", "nb1shot1-1", "nos"])
 @pytest.mark.parametrize("probability", [0.2, 0.0])
 def test_a_pass_of_a_copy_shows_what_a_step_launches(probability: float, space: str, no_device: None) -> None:
     """Of networks without schedules, or with kernels that are in none."""
@@ -91,7 +91,7 @@ def test_a_pass_of_a_copy_shows_what_a_step_launches(probability: float, space: 
         text = "|nor_conv_1x1~0|+|avg_pool_3x3~0|nor_conv_3x3~1|+|skip_connect~0|none~1|nor_conv_3x3~2|"
         network = cells.network(notation.parse(text), (3, 16, 16), 10)
     else:
-        cells = build_space(space, {"cells": 3, "channels": 4})
+        cells = build_space(space, {"cells" if space == "nos" else "cells_per_stack": 3, "channels": 4})
         network = cells.network(sample(cells.layout(), 0), (3, 16, 16), 10)
     assert network.needs_dry_pass
     network.use_drop_path(probability)
@@ -109,6 +109,7 @@ def test_a_pass_of_a_copy_shows_what_a_step_launches(probability: float, space: 
     assert set(found) == wanted
     some = {
         "nb201": {"_combine", "_combine_finish_by_channel", "_convolve"},
+        "nb1shot1-1": {"_combine", "_combine_finish_by_channel", "_convolve", "_pool"},
         "nos": {"_stages", "_gather_lines", "_known_moments", "_apply"},
     }
     assert some[space] <= {job.name for job in wanted}

@@ -21,6 +21,7 @@ from softcell.kernels.norm import (
     Term,
     combine,
     combine_gradient,
+    distribute_gradient,
     finish_moments,
     gradient_sums,
     normalise,
@@ -69,7 +70,8 @@ class Program:
 
     `stride` applies to all outgoing operations of the input nodes. `terms[j]` are the inputs of node inputs + j. `size`
     is the length of the flat weights, `slots` the number of maximum pools. `results` are the returned planes: the inner
-    nodes, or separate candidates; those in `finished` are normalised in place.
+    nodes, or separate candidates; those in `finished` are normalised in place. Nodes in `rectified` are the ReLU of
+    their sum.
     """
 
     channels: int
@@ -84,6 +86,7 @@ class Program:
     eps: float
     results: tuple[int, ...]
     finished: tuple[range, ...] = ()
+    rectified: frozenset[int] = frozenset()
 
     def wave_of(self, node: int) -> Wave | None:
         return next((wave for wave in self.waves if node in wave.sources), None)
@@ -157,7 +160,7 @@ def mixed_cell_reference(
                     normalised[t.plane] = norm(t.plane)
                 value = weighted((normalised if t.normed else planes)[t.plane], mix.to(total.dtype), t)
                 total = total + scaled(value, factors, t.choice)
-            planes[node] = total
+            planes[node] = total.relu() if node in program.rectified else total
         wave = program.wave_of(node)
         if wave is None or node != wave.sources[-1]:
             continue
@@ -215,7 +218,8 @@ class _MixedCell(torch.autograd.Function):
 
         for node in range(program.nodes):
             if node >= program.inputs:
-                combine(buffer, moments, mix, factors, node, program.terms[node - program.inputs])
+                terms = program.terms[node - program.inputs]
+                combine(buffer, moments, mix, factors, node, terms, rectified=node in program.rectified)
             wave = program.wave_of(node)
             if wave is None or node != wave.sources[-1]:
                 continue
@@ -260,6 +264,9 @@ class _MixedCell(torch.autograd.Function):
         given_grads = {plane: own.permute(0, 2, 3, 1) for plane, own in arrived.items() if own is not None}
         if given_grads:
             torch._foreach_copy_([gradient[plane] for plane in given_grads], list(given_grads.values()))
+        for plane in given_grads.keys() & program.rectified:
+            if program.wave_of(plane) is None:  # otherwise the wave masks it
+                gradient[plane].mul_(buffer[plane] > 0)
         for planes in program.finished:
             partial = _room_for_sums(buffer, moments)
             gradient_sums(buffer, gradient, partial, planes)
@@ -273,9 +280,15 @@ class _MixedCell(torch.autograd.Function):
                 inward = node < program.inputs
                 x, dx = (given, given_gradient) if inward else (buffer, gradient)
                 own = (wave, x, dx, buffer, gradient, moments, mix, factors, weights, winners)
-                _leave(*own, ctx.by_batch, shared, adds=not inward and node in given_grads)
-            if mix_gradient is not None and node >= program.inputs:
-                terms = program.terms[node - program.inputs]
+                adds = not inward and node in given_grads
+                _leave(*own, ctx.by_batch, shared, adds=adds, rectified=node in program.rectified)
+            if node < program.inputs:
+                continue
+            terms = program.terms[node - program.inputs]
+            if mix.dim() == 2 and not any(t.normed for t in terms):
+                own_terms = [t for t in terms if not t.through]
+                distribute_gradient(buffer, gradient, moments, mix, factors, node, own_terms)
+            elif mix_gradient is not None:
                 values = (buffer, gradient, moments, mix, factors, mix_gradient)
                 merge = shared.merge_sums if shared is not None and any(t.normed for t in terms) else None
                 combine_gradient(*values, node, terms, by_batch=ctx.by_batch, merge=merge)
@@ -309,10 +322,11 @@ def _leave(
     shared: SharedRows | None,
     *,
     adds: bool,
+    rectified: bool,
 ) -> None:
     """Computes the gradients of a wave's sources from those of all their outgoing operations.
 
-    adds: accumulate into the sources' gradients instead of overwriting them.
+    adds: accumulate into the sources' gradients instead of overwriting them. rectified: the sources are ReLUs.
     """
     c = buffer.shape[-1]
     if wave.second:
@@ -330,7 +344,7 @@ def _leave(
         # Parts are ordered by source (`shares`), so the parts of one source are contiguous.
         own = [i for i, part in enumerate(parts) if part.group.source == source]
         pooled = next((p for p in wave.pools if p.source == source), None)
-        leaving.append(Leaving(source, own[0] if own else 0, len(own), identities, pooled, adds))
+        leaving.append(Leaving(source, own[0] if own else 0, len(own), identities, pooled, adds, rectified))
     gather_gradient(x, sums, gradient, dx, mix, factors, winners, leaving)
 
 

@@ -114,24 +114,38 @@ def normalise_gradient_reference(
 
 
 def combine(
-    buffer: Tensor, moments: Tensor, mix: Tensor, factors: Tensor | None, node: int, terms: Sequence[Term]
+    buffer: Tensor,
+    moments: Tensor,
+    mix: Tensor,
+    factors: Tensor | None,
+    node: int,
+    terms: Sequence[Term],
+    *,
+    rectified: bool = False,
 ) -> None:
     """buffer[node] = Σ factors[t.choice] · mix[t.weight] · t's value, or Σ factors[t.choice] · (γ · t's value + β).
 
     buffer [planes, n, h, w, c], mix [weights] or [1 + 2 · norms, c] float32, factors [choices, n] of drop-path or None
-    for ones.
+    for ones. rectified: store the ReLU of that sum.
     """
     kernel = triton_kernels("norm").combine if runs_triton(buffer) else combine_reference
-    kernel(buffer, moments, mix, factors, node, terms)
+    kernel(buffer, moments, mix, factors, node, terms, rectified=rectified)
 
 
 def combine_reference(
-    buffer: Tensor, moments: Tensor, mix: Tensor, factors: Tensor | None, node: int, terms: Sequence[Term]
+    buffer: Tensor,
+    moments: Tensor,
+    mix: Tensor,
+    factors: Tensor | None,
+    node: int,
+    terms: Sequence[Term],
+    *,
+    rectified: bool = False,
 ) -> None:
     total = torch.zeros_like(buffer[node], dtype=moments.dtype)
     for t in terms:
         total += scaled(weighted(_value(buffer, moments, t), mix, t), factors, t.choice)
-    buffer[node] = total.to(buffer.dtype)
+    buffer[node] = (total.relu() if rectified else total).to(buffer.dtype)
 
 
 def combine_gradient(
@@ -196,6 +210,38 @@ def combine_gradient_reference(
             inner = inner * moments[1, t.plane]
         inner = mix[t.weight] * inner
         gradient[t.plane] = (gradient[t.plane] + inner if t.adds else inner).to(gradient.dtype)
+
+
+def distribute_gradient(
+    buffer: Tensor,
+    gradient: Tensor,
+    moments: Tensor,
+    mix: Tensor,
+    factors: Tensor | None,
+    node: int,
+    terms: Sequence[Term],
+) -> None:
+    """gradient[t.plane] = factors[t.choice] · gradient[node], for inputs without norms of which none is a node.
+
+    This is `combine_gradient` with a mix per channel, in which their weights are ones: nothing is reduced.
+    """
+    if terms:
+        kernel = triton_kernels("norm").distribute_gradient if runs_triton(buffer) else distribute_gradient_reference
+        kernel(buffer, gradient, moments, mix, factors, node, terms)
+
+
+def distribute_gradient_reference(
+    buffer: Tensor,
+    gradient: Tensor,
+    moments: Tensor,
+    mix: Tensor,
+    factors: Tensor | None,
+    node: int,
+    terms: Sequence[Term],
+) -> None:
+    for t in terms:
+        own = scaled(gradient[node], factors, t.choice)
+        gradient[t.plane] = gradient[t.plane] + own if t.adds else own
 
 
 def normed(y: Tensor, moments: Tensor) -> Tensor:

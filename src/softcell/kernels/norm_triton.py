@@ -122,7 +122,7 @@ def _normalise_gradient(
 def _combine(
     buffer_ptr, moments_ptr, mix_ptr, factors_ptr, terms_ptr, num_terms, rows, area, samples, planes, node,
     C: tl.constexpr, CB: tl.constexpr, BLOCK: tl.constexpr, UNROLL: tl.constexpr, DROPS: tl.constexpr,
-    AHEAD: tl.constexpr, EARLY: tl.constexpr, BY_CHANNEL: tl.constexpr,
+    AHEAD: tl.constexpr, EARLY: tl.constexpr, BY_CHANNEL: tl.constexpr, RECTIFIED: tl.constexpr,
 ):  # fmt: skip
     await_previous(EARLY)
     m = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -188,7 +188,10 @@ def _combine(
                     total += tl.where(weight == 0.0, 0.0, value) * scale[None, :]
                     shift += mean * scale
     to = buffer_ptr + node * size + at
-    tl.store(to, (total - shift[None, :]).to(buffer_ptr.dtype.element_ty), mask=ok)
+    total -= shift[None, :]
+    if RECTIFIED:
+        total = tl.where(total < 0, 0.0, total)  # NaN stays
+    tl.store(to, total.to(buffer_ptr.dtype.element_ty), mask=ok)
 
 
 @triton.jit(do_not_specialize=["num_terms", "rows", "rows_each", "area", "samples", "planes", "node"])
@@ -356,7 +359,7 @@ def _dropping(buffer, factors):
     return {"area": area, "samples": buffer.shape[1], "DROPS": factors is not None}
 
 
-def combine(buffer, moments, mix, factors, node, terms):
+def combine(buffer, moments, mix, factors, node, terms, *, rectified=False):
     if not terms:
         buffer[node].zero_()
         return
@@ -368,7 +371,7 @@ def combine(buffer, moments, mix, factors, node, terms):
     _combine[(triton.cdiv(rows, block),)](
         buffer, moments, mix, mix if factors is None else factors, table(tuple(listed), buffer.device), len(terms),
         rows, planes=len(buffer), node=node, BLOCK=block, UNROLL=UNROLL, AHEAD=current_settings().reads_ahead,
-        num_warps=4, BY_CHANNEL=mix.dim() == 2,
+        num_warps=4, BY_CHANNEL=mix.dim() == 2, RECTIFIED=rectified,
         **settings,
         **_dropping(buffer, factors),
     )  # fmt: skip
@@ -418,9 +421,21 @@ def combine_gradient(buffer, gradient, moments, mix, factors, mix_gradient, node
         if not t.through
     )
     if written:
-        block = _rows(settings, 2048)
         scale = 1.0 / rows if by_batch else 0.0
-        _combine_write[(triton.cdiv(rows, block), len(written))](
-            buffer, gradient, moments, mix, scales, sums, table(written, device), rows, planes=len(buffer), node=node,
-            scale=scale, BLOCK=block, BY_CHANNEL=mix.dim() == 2, **settings, **drops,
-        )  # fmt: skip
+        _write_gradients(buffer, gradient, moments, mix, factors, sums, node, written, scale)
+
+
+def distribute_gradient(buffer, gradient, moments, mix, factors, node, terms):
+    written = tuple((t.plane, t.weight, 0, int(t.adds), 0, t.choice, 0) for t in terms)
+    # No sums are read for terms without norms, but the kernel needs a pointer.
+    _write_gradients(buffer, gradient, moments, mix, factors, moments, node, written, 0.0)
+
+
+def _write_gradients(buffer, gradient, moments, mix, factors, sums, node, written, scale):
+    settings, rows = _sizes(buffer)
+    block = _rows(settings, 2048)
+    _combine_write[(triton.cdiv(rows, block), len(written))](
+        buffer, gradient, moments, mix, mix if factors is None else factors, sums, table(written, buffer.device), rows,
+        planes=len(buffer), node=node, scale=scale, BLOCK=block, BY_CHANNEL=mix.dim() == 2, **settings,
+        **_dropping(buffer, factors),
+    )  # fmt: skip

@@ -39,7 +39,8 @@ class Leaving:
     """All outputs of a node: parts first…first+count-1 of the convolutions' input gradient, its pools, and identities.
 
     `identities`: (plane of the target node, index of the mixing weight, choice). With weights per channel, the index is
-    0: the first row of such a mix is ones. `adds`: accumulate into the node's gradient.
+    0: the first row of such a mix is ones. `adds`: accumulate into the node's gradient. `rectified`: the node is the
+    output of a ReLU, so its whole gradient is masked, not only that of the convolutions, which have their own.
     """
 
     source: int
@@ -48,6 +49,7 @@ class Leaving:
     identities: tuple[tuple[int, int, int], ...]
     pool: Pool | None
     adds: bool
+    rectified: bool = False
 
 
 def pool(x: Tensor, y: Tensor, winners: Tensor, partial: Tensor | None, pools: Sequence[Pool]) -> None:
@@ -85,6 +87,7 @@ def gather_gradient(
 ) -> None:
     """dx[source] = (previous value) + [x > 0] · Σ parts + Σ factors · mix · dy[target] + gradients of the pools.
 
+    All of that times [x > 0] if the source is rectified.
     x and dx [planes, n, h, w, c]; parts [parts, n, h, w, c] float32; dy [planes, n, h', w', c]; mix [weights] or
     [1 + 2 · norms, c]; factors [choices, n] of drop-path or None.
     """
@@ -112,6 +115,8 @@ def gather_gradient_reference(
             total = total + scaled(mix[weight] * dy[plane], factors, choice)
         if one.pool is not None:
             total = total + _pool_gradient(image, dy, winners, one.pool)
+        if one.rectified:
+            total = total * (image > 0)
         dx[one.source] = total.to(dx.dtype)
 
 

@@ -70,9 +70,9 @@ def _gather_gradient(
     x_ptr, parts_ptr, dy_ptr, dx_ptr, mix_ptr, factors_ptr, winners_ptr, jobs_ptr, identities_ptr, rows, height, width,
     out_height, out_width, dy_plane, samples, C: tl.constexpr, CB: tl.constexpr, STRIDE: tl.constexpr,
     BLOCK: tl.constexpr, POOLED: tl.constexpr, LARGEST: tl.constexpr, DROPS: tl.constexpr,
-    EARLY: tl.constexpr,
+    RECTIFIED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    job = jobs_ptr + tl.program_id(1) * 9
+    job = jobs_ptr + tl.program_id(1) * 10
     source, first, count = tl.load(job), tl.load(job + 1), tl.load(job + 2)
     begin, end, adds = tl.load(job + 3), tl.load(job + 4), tl.load(job + 5)
     await_previous(EARLY)
@@ -128,6 +128,8 @@ def _gather_gradient(
                 # All values are loaded, winners or not: a mask that differs by channel would split the loads.
                 g = tl.load(dy_ptr + largest.to(tl.int64) * dy_plane + at, mask=seen & (largest >= 0), other=0.0)
                 total += tl.where(won.to(tl.int32) == tap, g.to(tl.float32), 0.0)
+    if RECTIFIED:
+        total = tl.where((x > 0) | (tl.load(job + 9) == 0), total, 0.0)
     tl.store(to, total.to(dx_ptr.dtype.element_ty), mask=ok)
 
 
@@ -143,10 +145,13 @@ def _has_maximum(pools):
 def pool(x, y, winners, partial, pools):
     rows = y[0].numel() // y.shape[-1]
     jobs = tuple((p.source, p.largest, p.average, p.slot) for p in pools)
-    _pool[(triton.cdiv(rows, TILE), len(jobs))](
+    settings = _settings(x)
+    # Statistics are computed per tile. Otherwise wide maps take fewer rows, since a tile does not fit the registers.
+    block = TILE if partial is not None else min(TILE, max(1, 8192 // settings["CB"]))
+    _pool[(triton.cdiv(rows, block), len(jobs))](
         x, y, winners, y if partial is None else partial, table(jobs, x.device), rows, x.shape[2], x.shape[3],
-        y.shape[2], y.shape[3], x[0].numel(), len(y), STRIDE=pools[0].stride, BLOCK=TILE, STATS=partial is not None,
-        LARGEST=_has_maximum(pools), num_warps=8, **_settings(x),
+        y.shape[2], y.shape[3], x[0].numel(), len(y), STRIDE=pools[0].stride, BLOCK=block, STATS=partial is not None,
+        LARGEST=_has_maximum(pools), num_warps=8, **settings,
     )  # fmt: skip
 
 
@@ -158,7 +163,9 @@ def gather_gradient(x, parts, dy, dx, mix, factors, winners, leaving):
         identities += one.identities
         p = one.pool
         pooled = (-1, -1, 0) if p is None else (p.largest, p.average, p.slot)
-        jobs.append((one.source, one.first, one.count, start, len(identities), int(one.adds), *pooled))
+        jobs.append(
+            (one.source, one.first, one.count, start, len(identities), int(one.adds), *pooled, int(one.rectified))
+        )
     rows = x[0].numel() // x.shape[-1]
     block = max(1, 1024 // settings["CB"])
     pools = [one.pool for one in leaving if one.pool is not None]
@@ -166,5 +173,6 @@ def gather_gradient(x, parts, dy, dx, mix, factors, winners, leaving):
         x, parts, dy, dx, mix, mix if factors is None else factors, winners, table(tuple(jobs), x.device),
         table(tuple(identities) or ((0, 0, 0),), x.device), rows, x.shape[2], x.shape[3], dy.shape[2], dy.shape[3],
         dy[0].numel(), x.shape[1], STRIDE=pools[0].stride if pools else 1, BLOCK=block, POOLED=bool(pools),
-        DROPS=factors is not None, LARGEST=_has_maximum(pools), **settings,
+        DROPS=factors is not None, LARGEST=_has_maximum(pools), RECTIFIED=any(one.rectified for one in leaving),
+        **settings,
     )  # fmt: skip
