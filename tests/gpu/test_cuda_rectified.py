@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from softcell.arch import sample
-from softcell.kernels.backend import has_triton
+from softcell.kernels.backend import cell_settings, has_triton
 from softcell.spaces import Network, build_space
 from softcell.spaces.execution import fused_networks
 from tests.helpers.kernel_cells import errors_by_kind, of_learned, require_rounding_only
@@ -34,20 +34,33 @@ def network_of(number: int, **settings: int) -> Network:
     return network
 
 
-@pytest.mark.parametrize(("channels", "size"), [(16, (32, 32)), (128, (16, 16)), (512, (8, 8)), (5, (9, 7))])
+LIBRARY, KERNELS = 1, 2**30
+SIZES = [
+    (5, (9, 7), KERNELS),
+    (16, (32, 32), KERNELS),
+    (128, (16, 16), KERNELS),
+    (64, (9, 7), LIBRARY),
+    (128, (16, 16), LIBRARY),
+    (512, (8, 8), LIBRARY),
+]
+
+
+@pytest.mark.parametrize(("channels", "size", "library"), SIZES)
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("name", list(RECTIFIED))
 def test_in_bfloat16_a_derived_cell_errs_as_its_modules_do(
-    name: str, training: bool, channels: int, size: tuple[int, int]
+    name: str, training: bool, channels: int, size: tuple[int, int], library: int
 ) -> None:
+    """library: from this number of channels on, the library runs the convolutions."""
     x, factors = inputs_of(name, channels, 6, size)
     x, dropped = x.bfloat16().double(), factors if training else None
     cell = picked(name, channels, dropped).train(training)
     exact = outcome(cell, x, dropped, fused=False)
-    short = [
-        outcome(cell, x, dropped, fused=fused, device=device, dtype=torch.bfloat16)
-        for fused, device in ((True, "cuda"), (False, "cpu"))
-    ]
+    with cell_settings(library_channels=library):
+        short = [
+            outcome(cell, x, dropped, fused=fused, device=device, dtype=torch.bfloat16)
+            for fused, device in ((True, "cuda"), (False, "cpu"))
+        ]
     kinds = [errors_by_kind(of_learned(found, exact), of_learned(exact, exact), 1) for found in short]
     require_rounding_only(*kinds)
 
@@ -69,12 +82,16 @@ def test_a_recorded_pass_equals_an_eager_one(channels: int) -> None:
         torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-2)
 
 
+@pytest.mark.parametrize("library", [LIBRARY, KERNELS])
 @pytest.mark.parametrize("number", [1, 2, 3])
-def test_a_fused_network_equals_its_modules_in_float64(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fused_network_equals_its_modules_in_float64(
+    number: int, library: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In float32, all gradients and running statistics."""
 
     def run(own: nn.Module, images: Tensor) -> tuple[Tensor, Tensor]:
         logits = own(images)
         return logits, logits.square().mean()
 
-    require_fused_network(network_of(number, cells_per_stack=1, channels=32), run, monkeypatch)
+    with cell_settings(library_channels=library):
+        require_fused_network(network_of(number, cells_per_stack=1, channels=32), run, monkeypatch)

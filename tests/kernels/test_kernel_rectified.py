@@ -5,6 +5,7 @@ By the plain twins on the CPU in float64, and by the kernels on a GPU or in Trit
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,8 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from softcell.arch import Cell, Pick, sample
+from softcell.kernels import cell as kernels
+from softcell.kernels.backend import cell_settings
 from softcell.kernels.cell import mixed_cell, mixed_cell_reference
+from softcell.kernels.library import store, store_reference
 from softcell.kernels.pool import Pool, pool, pool_reference
+from softcell.kernels.taps import tiles
 from softcell.nn import Spec
 from softcell.nn.stochastic import DropPath
 from softcell.spaces import PickedCell, _fused_plan, build_space
@@ -21,6 +26,7 @@ from softcell.spaces._fused_plan import Unfit
 from softcell.spaces._rectified_plan import plan_rectified
 from tests.helpers.kernel_runs import DEVICE, INTERPRETED, MARKS
 from tests.helpers.picked_cells import (
+    CONV1,
     CONV3,
     LINK,
     MAX,
@@ -48,6 +54,14 @@ def both(
     return outcome(cell, x, dropped, fused=True, **options), outcome(cell, x, dropped, fused=False, **options)
 
 
+@pytest.fixture(params=["kernels", "library"])
+def library_runs(request: pytest.FixtureRequest) -> Iterator[bool]:
+    """Whether the library runs the convolutions."""
+    chosen = request.param == "library"
+    with cell_settings(library_channels=1 if chosen else 1000):
+        yield chosen
+
+
 @pytest.mark.parametrize("function", [mixed_cell, mixed_cell_reference])
 @pytest.mark.parametrize(("training", "drops"), PASSES)
 @pytest.mark.parametrize("name", list(RECTIFIED))
@@ -62,9 +76,31 @@ def test_a_derived_cell_equals_its_modules(
             require_close(mine, both(name, training=training, drops=False)[0], 1e-2)
 
 
+@pytest.mark.parametrize(("training", "drops"), PASSES)
+@pytest.mark.parametrize("name", list(RECTIFIED))
+def test_the_library_may_run_the_convolutions(
+    name: str, training: bool, drops: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unused(*given: Any) -> None:
+        assert not given[-1], "the kernels have convolutions to run"
+
+    for function in ("convolve", "input_gradient", "weight_gradient"):
+        monkeypatch.setattr(kernels, function, unused)
+    with cell_settings(library_channels=4):
+        mine, theirs = both(name, training=training, drops=drops)
+    require_close(mine, theirs, 1e-10)
+
+
+def test_from_some_width_on_the_library_runs_the_convolutions() -> None:
+    narrow, wide = (form_of(picked("space 1", channels)).cell.program for channels in (127, 128))
+    assert not narrow.uses_library() and wide.uses_library()
+
+
 @pytest.mark.parametrize(("channels", "size"), SHAPES)
 @pytest.mark.parametrize("training", [True, False])
-def test_all_widths_and_sizes_are_supported(channels: int, size: tuple[int, int], training: bool) -> None:
+def test_all_widths_and_sizes_are_supported(
+    channels: int, size: tuple[int, int], training: bool, library_runs: bool
+) -> None:
     for name in ("space 1", "several in a block"):
         mine, theirs = both(name, training=training, drops=training, channels=channels, size=size)
         require_close(mine, theirs, 1e-10)
@@ -102,6 +138,30 @@ def test_programs_have_no_nodes_that_only_repeat_others() -> None:
     (pool,) = (pool for wave in often.waves for pool in wave.pools)
     readers = [term for terms in often.terms for term in terms if term.plane == pool.largest]
     assert [term.adds for term in readers] == [True, False]
+
+
+def test_cells_may_have_several_inputs(library_runs: bool) -> None:
+    torch.manual_seed(0)
+    edges = [
+        *((0, 2, module(CONV3)), (1, 3, module(CONV1)), (0, 4, module(LINK)), (1, 4, module(LINK))),
+        *((2, 4, module(LINK)), (3, 4, module(LINK))),
+    ]
+    first, second, *links = (own.double() for _, _, own in edges)
+    form = plan_rectified(edges, 2, 5, 4, DropPath(0.0))
+    wave = form.cell.program.waves[0]
+    assert wave.sources == (0, 1) and len(wave.first) == 4
+    assert len(wave.measured) == 2, "links have no norm"
+    states = [torch.randn(3, 4, 5, 6, dtype=torch.float64).requires_grad_() for _ in range(2)]
+    a, b = (state.relu() for state in states)
+    *_, mine = form([a, b])
+    expected = sum(link(value) for link, value in zip(links, (a, b, first(a), second(b)), strict=True))
+    torch.testing.assert_close(mine, expected)
+    wanted = [*states, *(p for _, _, own in edges for p in own.parameters())]
+    slope = torch.randn_like(mine)
+    for one, other in zip(
+        *(torch.autograd.grad(y, wanted, slope, retain_graph=True) for y in (mine, expected)), strict=True
+    ):
+        torch.testing.assert_close(one, other)
 
 
 def test_the_gradient_of_a_node_that_is_zero_is_zero() -> None:
@@ -160,7 +220,7 @@ def test_cells_without_a_fused_form_are_refused() -> None:
     shared = module(CONV3)
     assert "share" in refused((0, 1, shared), (0, 2, shared))
     other = module(CONV3)
-    other[1].eps = 0.1  # type: ignore[index, assignment]
+    other[1].eps = 0.1  # type: ignore[index]
     assert "eps" in refused(convolution, (1, 2, other))
 
 
@@ -179,7 +239,10 @@ class TestKernels:
 
     @pytest.mark.parametrize(("training", "drops"), PASSES)
     @pytest.mark.parametrize("name", list(RECTIFIED))
-    def test_kernels_equal_modules_in_float64(self, name: str, training: bool, drops: bool) -> None:
+    def test_kernels_equal_modules_in_float64(
+        self, name: str, training: bool, drops: bool, library_runs: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
         channels, batch, size = (5, 2, (6, 5)) if INTERPRETED else (16, 6, (9, 7))
         x, factors = inputs_of(name, channels, batch, size)
         dropped = factors if drops else None
@@ -201,3 +264,17 @@ class TestKernels:
         (mine, my_winners), (theirs, their_winners) = found
         torch.testing.assert_close(mine, theirs)
         assert torch.equal(my_winners, their_winners)
+
+    @pytest.mark.parametrize("channels", [5, 80])
+    @pytest.mark.parametrize("measured", [True, False])
+    def test_outputs_of_the_library_are_stored_with_their_statistics(self, channels: int, measured: bool) -> None:
+        rows = torch.randn(3, 7, 9, channels, generator=torch.Generator().manual_seed(2)).to(DEVICE)
+        found = []
+        for function in (store, store_reference):
+            y = torch.zeros(4, *rows.shape, device=DEVICE)
+            partial = torch.zeros(2, tiles(rows.numel() // channels), 4, channels, device=DEVICE)
+            function(rows, y, partial if measured else None, 2)
+            found.append((y, partial))
+        assert bool(found[0][1].any()) is measured
+        for mine, theirs in zip(*found, strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-4)

@@ -16,7 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from softcell.kernels.backend import by_twin, is_wanted
+from softcell.kernels import library
+from softcell.kernels.backend import by_twin, current_settings, is_wanted
 from softcell.kernels.norm import (
     Term,
     combine,
@@ -71,7 +72,7 @@ class Program:
     `stride` applies to all outgoing operations of the input nodes. `terms[j]` are the inputs of node inputs + j. `size`
     is the length of the flat weights, `slots` the number of maximum pools. `results` are the returned planes: the inner
     nodes, or separate candidates; those in `finished` are normalised in place. Nodes in `rectified` are the ReLU of
-    their sum.
+    their sum; if there are any, no convolution of the program reads negative values.
     """
 
     channels: int
@@ -90,6 +91,10 @@ class Program:
 
     def wave_of(self, node: int) -> Wave | None:
         return next((wave for wave in self.waves if node in wave.sources), None)
+
+    def uses_library(self) -> bool:
+        """Whether convolutions run by the library (`softcell.kernels.library`)."""
+        return bool(self.rectified) and self.channels >= current_settings().library_channels
 
 
 def mixed_cell(
@@ -200,7 +205,7 @@ class _MixedCell(torch.autograd.Function):
         given = buffer if program.stride == 1 else weights.new_empty(program.inputs, n, height, width, c)
         for i, state in enumerate(states):
             given[i].copy_(state.permute(0, 2, 3, 1))
-        rows = n * out_height * out_width
+        rows, by_library = n * out_height * out_width, program.uses_library()
         winners = torch.empty((program.slots, *buffer.shape[1:]), dtype=torch.uint8, device=buffer.device)
         partial: Tensor | None = None
         if running is None:
@@ -226,7 +231,10 @@ class _MixedCell(torch.autograd.Function):
             x = given if node < program.inputs else buffer
             measured = any(plane in wave.measured for p in wave.pools for plane in (p.largest, p.average))
             pool(x, buffer, winners, partial if measured else None, wave.pools)
-            convolve(x, weights, buffer, partial, wave.first)
+            if by_library:
+                library.convolve(x, weights, buffer, partial, wave.first, wave.measured)
+            else:
+                convolve(x, weights, buffer, partial, wave.first)
             measure(wave.measured)
             normalise(buffer, moments, wave.inner)
             convolve(buffer, weights, buffer, partial, wave.second)
@@ -234,7 +242,7 @@ class _MixedCell(torch.autograd.Function):
         for planes in program.finished:
             normalise(buffer, moments, planes)
         ctx.program, ctx.dtype, ctx.by_batch = program, dtype, running is None
-        ctx.shared = shared if running is None else None
+        ctx.shared, ctx.by_library = shared if running is None else None, by_library
         ctx.second_stream = uses_second_stream(buffer.device)
         ctx.save_for_backward(mix, given_weights, weights, running, factors, moments, winners, buffer, given, *states)
         ctx.set_materialize_grads(False)
@@ -280,8 +288,8 @@ class _MixedCell(torch.autograd.Function):
                 inward = node < program.inputs
                 x, dx = (given, given_gradient) if inward else (buffer, gradient)
                 own = (wave, x, dx, buffer, gradient, moments, mix, factors, weights, winners)
-                adds = not inward and node in given_grads
-                _leave(*own, ctx.by_batch, shared, adds=adds, rectified=node in program.rectified)
+                adds, rectified = not inward and node in given_grads, node in program.rectified
+                _leave(*own, ctx.by_batch, shared, adds=adds, rectified=rectified, by_library=ctx.by_library)
             if node < program.inputs:
                 continue
             terms = program.terms[node - program.inputs]
@@ -298,9 +306,13 @@ class _MixedCell(torch.autograd.Function):
             others = [wave for wave in program.waves if wave not in outer]
             if program.stride == 1:
                 outer, others = list(program.waves), []
-            with alongside(ctx.second_stream, given, buffer, gradient):
+            with alongside(ctx.second_stream, given, buffer, gradient, weights):
                 weight_grad = flat = torch.empty_like(given_weights)  # every weight belongs to a group
-                weight_gradient(given, gradient, flat, [g for wave in outer for g in wave.first])
+                first = [g for wave in outer for g in wave.first]
+                if ctx.by_library:  # such programs have no strides, hence no `others`
+                    library.weight_gradient(given, gradient, weights, flat, first)
+                else:
+                    weight_gradient(given, gradient, flat, first)
                 weight_gradient(buffer, gradient, flat, [g for wave in others for g in wave.first])
                 weight_gradient(buffer, gradient, flat, [g for wave in program.waves for g in wave.second])
         inputs = [given_gradient[i].permute(0, 3, 1, 2).to(state.dtype) for i, state in enumerate(states)]
@@ -323,10 +335,12 @@ def _leave(
     *,
     adds: bool,
     rectified: bool,
+    by_library: bool,
 ) -> None:
     """Computes the gradients of a wave's sources from those of all their outgoing operations.
 
     adds: accumulate into the sources' gradients instead of overwriting them. rectified: the sources are ReLUs.
+    by_library: convolutions run by the library.
     """
     c = buffer.shape[-1]
     if wave.second:
@@ -336,9 +350,13 @@ def _leave(
             partial = shared.merge_tiles(partial, wave.inner)
         normalise_gradient(partial, buffer, gradient, moments, wave.inner, by_batch=by_batch)
     rows = x[0].numel() // c
-    parts = shares(wave.first, rows, c)
-    sums = moments.new_empty(len(parts), *x.shape[1:])
-    input_gradient(gradient, weights, sums, parts)
+    if by_library:
+        parts = library.shares(wave.first)
+        sums = library.input_gradient(x, gradient, weights, parts)
+    else:
+        parts = shares(wave.first, rows, c)
+        sums = moments.new_empty(len(parts), *x.shape[1:])
+        input_gradient(gradient, weights, sums, parts)
     leaving = []
     for source, identities in zip(wave.sources, wave.identities, strict=True):
         # Parts are ordered by source (`shares`), so the parts of one source are contiguous.

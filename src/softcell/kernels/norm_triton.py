@@ -198,7 +198,7 @@ def _combine(
 def _combine_sums(
     buffer_ptr, gradient_ptr, moments_ptr, factors_ptr, partial_ptr, terms_ptr, num_terms, rows, rows_each, area,
     samples, planes, node, C: tl.constexpr, CB: tl.constexpr, BLOCK: tl.constexpr, DROPS: tl.constexpr,
-    EARLY: tl.constexpr,
+    BOTH: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     t = tl.program_id(1)
     c = tl.arange(0, CB)
@@ -210,6 +210,7 @@ def _combine_sums(
     rstd = tl.load(moments_ptr + (planes + plane) * C + c, mask=c_ok & (normed > 0), other=1.0)
     size = rows.to(tl.int64) * C
     total = tl.zeros((BLOCK, CB), dtype=tl.float32)
+    alone = tl.zeros((BLOCK, CB), dtype=tl.float32)
     begin = tl.program_id(0) * rows_each
     end = tl.minimum(begin + rows_each, rows)
     for start in range(begin, end, BLOCK):
@@ -221,8 +222,12 @@ def _combine_sums(
             g *= tl.load(factors_ptr + choice * samples + m // area, mask=m < end, other=0.0)[:, None]
         y = tl.load(buffer_ptr + plane * size + at, mask=ok, other=0.0).to(tl.float32)
         total += g * tl.where(plain > 0, 1.0, (y - mean[None, :]) * rstd[None, :])
+        if BOTH:
+            alone += g
     to = partial_ptr + (tl.program_id(0) * num_terms + t) * C + c
     tl.store(to, tl.sum(total, 0), mask=c_ok)
+    if BOTH:
+        tl.store(to + C, tl.sum(alone, 0), mask=c_ok)
 
 
 @triton.jit(do_not_specialize=["num_terms", "splits"])
@@ -291,7 +296,7 @@ def _combine_write(
     g = tl.load(gradient_ptr + node * size + at, mask=ok, other=0.0).to(tl.float32)
     if DROPS:
         g *= tl.load(factors_ptr + choice * samples + m // area, mask=m < rows, other=0.0)[:, None]
-    y = tl.load(buffer_ptr + plane * size + at, mask=ok, other=0.0).to(tl.float32)
+    y = tl.load(buffer_ptr + plane * size + at, mask=ok & (normed > 0), other=0.0).to(tl.float32)
     inner = g - mean_g[None, :] - (y - mean[None, :]) * (rstd * mean_gy)[None, :]
     result = inner * (weight * rstd)[None, :]
     to = gradient_ptr + plane * size + at
@@ -393,15 +398,17 @@ def combine_gradient(buffer, gradient, moments, mix, factors, mix_gradient, node
     own = current_settings()
     block = _rows(settings, own.sums_values)
     # Several programs per multiprocessor.
+    # A single input and its only plain sum are computed in one pass.
+    both = len(terms) == 1 and terms[0].normed
     splits = max(1, min(triton.cdiv(rows, block), own.splits, triton.cdiv(33 * own.splits, len(reduced))))
     each = triton.cdiv(triton.cdiv(rows, splits), block) * block
     splits = triton.cdiv(rows, each)
     partial = moments.new_empty(splits, len(reduced), c)
     sums = moments.new_empty(len(reduced), c)
     listed = table(reduced, device)
-    _combine_sums[(splits, len(reduced))](
+    _combine_sums[(splits, 1 if both else len(reduced))](
         buffer, gradient, moments, scales, partial, listed, len(reduced), rows, each, planes=len(buffer), node=node,
-        BLOCK=block, **settings, **drops,
+        BLOCK=block, BOTH=both, **settings, **drops,
     )  # fmt: skip
     small = min(_rows(settings, own.sums_values), triton.next_power_of_2(splits))
     shape = (len(reduced), splits)

@@ -87,9 +87,9 @@ def gather_gradient(
 ) -> None:
     """dx[source] = (previous value) + [x > 0] · Σ parts + Σ factors · mix · dy[target] + gradients of the pools.
 
-    All of that times [x > 0] if the source is rectified.
-    x and dx [planes, n, h, w, c]; parts [parts, n, h, w, c] float32; dy [planes, n, h', w', c]; mix [weights] or
-    [1 + 2 · norms, c]; factors [choices, n] of drop-path or None.
+    All of that times [x > 0] if the source is rectified. x and dx [planes, n, h, w, c]; parts [parts, n, h, w, c],
+    float32 or like x; dy [planes, n, h', w', c]; mix [weights] or [1 + 2 · norms, c]; factors [choices, n] of drop-path
+    or None.
     """
     if leaving:
         kernel = triton_kernels("pool").gather_gradient if runs_triton(x) else gather_gradient_reference
