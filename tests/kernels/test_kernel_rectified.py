@@ -5,6 +5,7 @@ By the plain twins on the CPU in float64, and by the kernels on a GPU or in Trit
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from typing import Any
 
@@ -177,6 +178,17 @@ def test_the_gradient_of_a_node_that_is_zero_is_zero() -> None:
     torch.testing.assert_close(gradient, expected)
 
 
+def test_inputs_that_are_zero_have_the_gradient_of_modules(library_runs: bool) -> None:
+    """No ReLU is applied to them, only to values that follow norms."""
+    cell = picked("space 2", 4)
+    x = torch.randn(2, 4, 5, 5, dtype=torch.float64).relu().requires_grad_()
+    mine, theirs = (
+        torch.autograd.grad(run([x])[-1].square().sum(), x)[0] for run in (form_of(copy.deepcopy(cell)), cell)
+    )
+    assert bool(theirs[x == 0].any())
+    torch.testing.assert_close(mine, theirs)
+
+
 def test_second_derivatives_equal_those_of_modules() -> None:
     found = []
     for fused in (True, False):
@@ -250,6 +262,16 @@ class TestKernels:
         exact = outcome(cell, x, dropped, fused=False)
         mine = outcome(cell, x, dropped, fused=True, device=DEVICE, dtype=torch.float32)
         require_close(mine, exact, 1e-4)
+
+    def test_inputs_that_are_zero_have_the_gradient_of_modules(self, library_runs: bool) -> None:
+        cell = picked("space 2", 5)
+        x = torch.randn(2, 5, 4, 5, dtype=torch.float64).relu()
+        found = []
+        for device, dtype in ((DEVICE, torch.float32), ("cpu", torch.float64)):
+            own, given = copy.deepcopy(cell).to(device, dtype), x.to(device, dtype).requires_grad_()
+            run = form_of(own) if dtype is torch.float32 else own
+            found.append(torch.autograd.grad(run([given])[-1].square().sum(), given)[0].double().cpu())
+        require_close({"x": found[0]}, {"x": found[1]}, 1e-4)
 
     @pytest.mark.parametrize("channels", [5, 300])
     def test_pools_without_statistics_take_any_number_of_rows(self, channels: int) -> None:

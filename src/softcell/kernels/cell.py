@@ -272,9 +272,6 @@ class _MixedCell(torch.autograd.Function):
         given_grads = {plane: own.permute(0, 2, 3, 1) for plane, own in arrived.items() if own is not None}
         if given_grads:
             torch._foreach_copy_([gradient[plane] for plane in given_grads], list(given_grads.values()))
-        for plane in given_grads.keys() & program.rectified:
-            if program.wave_of(plane) is None:  # otherwise the wave masks it
-                gradient[plane].mul_(buffer[plane] > 0)
         for planes in program.finished:
             partial = _room_for_sums(buffer, moments)
             gradient_sums(buffer, gradient, partial, planes)
@@ -288,8 +285,8 @@ class _MixedCell(torch.autograd.Function):
                 inward = node < program.inputs
                 x, dx = (given, given_gradient) if inward else (buffer, gradient)
                 own = (wave, x, dx, buffer, gradient, moments, mix, factors, weights, winners)
-                adds, rectified = not inward and node in given_grads, node in program.rectified
-                _leave(*own, ctx.by_batch, shared, adds=adds, rectified=rectified, by_library=ctx.by_library)
+                adds, masked = not inward and node in given_grads, not program.rectified
+                _leave(*own, ctx.by_batch, shared, adds=adds, masked=masked, by_library=ctx.by_library)
             if node < program.inputs:
                 continue
             terms = program.terms[node - program.inputs]
@@ -299,7 +296,8 @@ class _MixedCell(torch.autograd.Function):
             elif mix_gradient is not None:
                 values = (buffer, gradient, moments, mix, factors, mix_gradient)
                 merge = shared.merge_sums if shared is not None and any(t.normed for t in terms) else None
-                combine_gradient(*values, node, terms, by_batch=ctx.by_batch, merge=merge)
+                rectified = node in program.rectified
+                combine_gradient(*values, node, terms, by_batch=ctx.by_batch, merge=merge, rectified=rectified)
         weight_grad: Tensor | None = None
         if is_wanted(ctx, 1):  # in architecture steps weights need no gradient
             outer = [wave for wave in program.waves if wave.sources[0] < program.inputs]
@@ -334,13 +332,13 @@ def _leave(
     shared: SharedRows | None,
     *,
     adds: bool,
-    rectified: bool,
+    masked: bool,
     by_library: bool,
 ) -> None:
     """Computes the gradients of a wave's sources from those of all their outgoing operations.
 
-    adds: accumulate into the sources' gradients instead of overwriting them. rectified: the sources are ReLUs.
-    by_library: convolutions run by the library.
+    adds: accumulate into the sources' gradients instead of overwriting them. masked: convolutions read the
+    ReLU of the sources. by_library: convolutions run by the library.
     """
     c = buffer.shape[-1]
     if wave.second:
@@ -362,7 +360,7 @@ def _leave(
         # Parts are ordered by source (`shares`), so the parts of one source are contiguous.
         own = [i for i, part in enumerate(parts) if part.group.source == source]
         pooled = next((p for p in wave.pools if p.source == source), None)
-        leaving.append(Leaving(source, own[0] if own else 0, len(own), identities, pooled, adds, rectified))
+        leaving.append(Leaving(source, own[0] if own else 0, len(own), identities, pooled, adds, masked))
     gather_gradient(x, sums, gradient, dx, mix, factors, winners, leaving)
 
 

@@ -160,15 +160,18 @@ def combine_gradient(
     *,
     by_batch: bool,
     merge: Callable[[Tensor], Tensor] | None = None,
+    rectified: bool = False,
 ) -> None:
     """Computes the gradients of all input planes of a node, and of their mixing weights, from gradient[node].
 
     buffer and gradient [planes, n, h, w, c]; factors [choices, n] or None; mix_gradient like `mix`, written at the
     weights (or γ and β) of the terms. merge: applied to the sums [any, c] over rows that enter the gradients of planes
-    (`SharedRows.merge_sums`); gradients of mixing weights only cover this rank's rows.
+    (`SharedRows.merge_sums`); gradients of mixing weights only cover this rank's rows. rectified: the node is the ReLU
+    of a single normalised plane, scaled and shifted per channel.
     """
     kernel = triton_kernels("norm").combine_gradient if runs_triton(buffer) else combine_gradient_reference
-    kernel(buffer, gradient, moments, mix, factors, mix_gradient, node, terms, by_batch=by_batch, merge=merge)
+    given = (buffer, gradient, moments, mix, factors, mix_gradient, node, terms)
+    kernel(*given, by_batch=by_batch, merge=merge, rectified=rectified)
 
 
 def combine_gradient_reference(
@@ -183,10 +186,13 @@ def combine_gradient_reference(
     *,
     by_batch: bool,
     merge: Callable[[Tensor], Tensor] | None = None,
+    rectified: bool = False,
 ) -> None:
     if not terms:
         return
     arrived = gradient[node].to(moments.dtype)
+    if rectified:
+        arrived = arrived * (buffer[node] > 0)
     rows = arrived.numel() // arrived.shape[-1]
     sums = moments.new_empty(2, len(terms), arrived.shape[-1])  # of g and of g·ŷ
     for i, t in enumerate(terms):

@@ -196,9 +196,9 @@ def _combine(
 
 @triton.jit(do_not_specialize=["num_terms", "rows", "rows_each", "area", "samples", "planes", "node"])
 def _combine_sums(
-    buffer_ptr, gradient_ptr, moments_ptr, factors_ptr, partial_ptr, terms_ptr, num_terms, rows, rows_each, area,
-    samples, planes, node, C: tl.constexpr, CB: tl.constexpr, BLOCK: tl.constexpr, DROPS: tl.constexpr,
-    BOTH: tl.constexpr, EARLY: tl.constexpr,
+    buffer_ptr, gradient_ptr, moments_ptr, mix_ptr, factors_ptr, partial_ptr, terms_ptr, num_terms, rows, rows_each,
+    area, samples, planes, node, C: tl.constexpr, CB: tl.constexpr, BLOCK: tl.constexpr, DROPS: tl.constexpr,
+    BOTH: tl.constexpr, RECTIFIED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     t = tl.program_id(1)
     c = tl.arange(0, CB)
@@ -208,6 +208,9 @@ def _combine_sums(
     await_previous(EARLY)
     mean = tl.load(moments_ptr + plane * C + c, mask=c_ok & (normed > 0), other=0.0)
     rstd = tl.load(moments_ptr + (planes + plane) * C + c, mask=c_ok & (normed > 0), other=1.0)
+    if RECTIFIED:
+        own = mix_ptr + tl.load(row + 1) * C + c
+        weight, bias = tl.load(own, mask=c_ok, other=0.0), tl.load(own + C, mask=c_ok, other=0.0)
     size = rows.to(tl.int64) * C
     total = tl.zeros((BLOCK, CB), dtype=tl.float32)
     alone = tl.zeros((BLOCK, CB), dtype=tl.float32)
@@ -221,6 +224,8 @@ def _combine_sums(
         if DROPS:
             g *= tl.load(factors_ptr + choice * samples + m // area, mask=m < end, other=0.0)[:, None]
         y = tl.load(buffer_ptr + plane * size + at, mask=ok, other=0.0).to(tl.float32)
+        if RECTIFIED:  # computed again from what is read anyway, so that the node's value is not read
+            g = tl.where((y - mean[None, :]) * (rstd * weight)[None, :] + bias[None, :] > 0, g, 0.0)
         total += g * tl.where(plain > 0, 1.0, (y - mean[None, :]) * rstd[None, :])
         if BOTH:
             alone += g
@@ -272,7 +277,7 @@ def _combine_finish_by_channel(
 def _combine_write(
     buffer_ptr, gradient_ptr, moments_ptr, mix_ptr, factors_ptr, sums_ptr, terms_ptr, rows, area, samples, planes, node,
     scale, C: tl.constexpr, CB: tl.constexpr, BLOCK: tl.constexpr, DROPS: tl.constexpr, BY_CHANNEL: tl.constexpr,
-    EARLY: tl.constexpr,
+    RECTIFIED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     row = terms_ptr + tl.program_id(1) * 7
     plane, own, normed = tl.load(row), tl.load(row + 1), tl.load(row + 2)
@@ -297,6 +302,9 @@ def _combine_write(
     if DROPS:
         g *= tl.load(factors_ptr + choice * samples + m // area, mask=m < rows, other=0.0)[:, None]
     y = tl.load(buffer_ptr + plane * size + at, mask=ok & (normed > 0), other=0.0).to(tl.float32)
+    if RECTIFIED:
+        bias = tl.load(mix_ptr + (own + 1) * C + c, mask=c_ok, other=0.0)
+        g = tl.where((y - mean[None, :]) * (rstd * weight)[None, :] + bias[None, :] > 0, g, 0.0)
     inner = g - mean_g[None, :] - (y - mean[None, :]) * (rstd * mean_gy)[None, :]
     result = inner * (weight * rstd)[None, :]
     to = gradient_ptr + plane * size + at
@@ -382,9 +390,12 @@ def combine(buffer, moments, mix, factors, node, terms, *, rectified=False):
     )  # fmt: skip
 
 
-def combine_gradient(buffer, gradient, moments, mix, factors, mix_gradient, node, terms, *, by_batch, merge=None):
+def combine_gradient(
+    buffer, gradient, moments, mix, factors, mix_gradient, node, terms, *, by_batch, merge=None, rectified=False
+):
     if not terms:
         return
+    assert not rectified or (len(terms) == 1 and terms[0].normed and mix.dim() == 2)
     settings, rows = _sizes(buffer)
     c, device = buffer.shape[-1], buffer.device
     # The rows after the terms are sums of the gradient itself, one per factor that scales it.
@@ -407,8 +418,8 @@ def combine_gradient(buffer, gradient, moments, mix, factors, mix_gradient, node
     sums = moments.new_empty(len(reduced), c)
     listed = table(reduced, device)
     _combine_sums[(splits, 1 if both else len(reduced))](
-        buffer, gradient, moments, scales, partial, listed, len(reduced), rows, each, planes=len(buffer), node=node,
-        BLOCK=block, BOTH=both, **settings, **drops,
+        buffer, gradient, moments, mix, scales, partial, listed, len(reduced), rows, each, planes=len(buffer),
+        node=node, BLOCK=block, BOTH=both, RECTIFIED=rectified, **settings, **drops,
     )  # fmt: skip
     small = min(_rows(settings, own.sums_values), triton.next_power_of_2(splits))
     shape = (len(reduced), splits)
@@ -429,7 +440,7 @@ def combine_gradient(buffer, gradient, moments, mix, factors, mix_gradient, node
     )
     if written:
         scale = 1.0 / rows if by_batch else 0.0
-        _write_gradients(buffer, gradient, moments, mix, factors, sums, node, written, scale)
+        _write_gradients(buffer, gradient, moments, mix, factors, sums, node, written, scale, rectified=rectified)
 
 
 def distribute_gradient(buffer, gradient, moments, mix, factors, node, terms):
@@ -438,11 +449,11 @@ def distribute_gradient(buffer, gradient, moments, mix, factors, node, terms):
     _write_gradients(buffer, gradient, moments, mix, factors, moments, node, written, 0.0)
 
 
-def _write_gradients(buffer, gradient, moments, mix, factors, sums, node, written, scale):
+def _write_gradients(buffer, gradient, moments, mix, factors, sums, node, written, scale, *, rectified=False):
     settings, rows = _sizes(buffer)
     block = _rows(settings, 2048)
     _combine_write[(triton.cdiv(rows, block), len(written))](
         buffer, gradient, moments, mix, mix if factors is None else factors, sums, table(written, buffer.device), rows,
-        planes=len(buffer), node=node, scale=scale, BLOCK=block, BY_CHANNEL=mix.dim() == 2, **settings,
-        **_dropping(buffer, factors),
+        planes=len(buffer), node=node, scale=scale, BLOCK=block, BY_CHANNEL=mix.dim() == 2, RECTIFIED=rectified,
+        **settings, **_dropping(buffer, factors),
     )  # fmt: skip

@@ -70,9 +70,9 @@ def _gather_gradient(
     x_ptr, parts_ptr, dy_ptr, dx_ptr, mix_ptr, factors_ptr, winners_ptr, jobs_ptr, identities_ptr, rows, height, width,
     out_height, out_width, dy_plane, samples, C: tl.constexpr, CB: tl.constexpr, STRIDE: tl.constexpr,
     BLOCK: tl.constexpr, POOLED: tl.constexpr, LARGEST: tl.constexpr, DROPS: tl.constexpr,
-    RECTIFIED: tl.constexpr, EARLY: tl.constexpr,
+    MASKED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    job = jobs_ptr + tl.program_id(1) * 10
+    job = jobs_ptr + tl.program_id(1) * 9
     source, first, count = tl.load(job), tl.load(job + 1), tl.load(job + 2)
     begin, end, adds = tl.load(job + 3), tl.load(job + 4), tl.load(job + 5)
     await_previous(EARLY)
@@ -86,8 +86,9 @@ def _gather_gradient(
     total = tl.zeros((BLOCK, CB), dtype=tl.float32)
     for part in range(first, first + count):
         total += tl.load(parts_ptr + part * size + inner, mask=ok, other=0.0)
-    x = tl.load(x_ptr + source * size + inner, mask=ok, other=0.0).to(tl.float32)
-    total = tl.where(x > 0, total, 0.0)
+    if MASKED:
+        x = tl.load(x_ptr + source * size + inner, mask=ok, other=0.0).to(tl.float32)
+        total = tl.where(x > 0, total, 0.0)
     to = dx_ptr + source * size + inner
     total += tl.load(to, mask=ok & (adds > 0), other=0.0).to(tl.float32)
     for i in range(begin, end):
@@ -128,8 +129,6 @@ def _gather_gradient(
                 # All values are loaded, winners or not: a mask that differs by channel would split the loads.
                 g = tl.load(dy_ptr + largest.to(tl.int64) * dy_plane + at, mask=seen & (largest >= 0), other=0.0)
                 total += tl.where(won.to(tl.int32) == tap, g.to(tl.float32), 0.0)
-    if RECTIFIED:
-        total = tl.where((x > 0) | (tl.load(job + 9) == 0), total, 0.0)
     tl.store(to, total.to(dx_ptr.dtype.element_ty), mask=ok)
 
 
@@ -163,9 +162,7 @@ def gather_gradient(x, parts, dy, dx, mix, factors, winners, leaving):
         identities += one.identities
         p = one.pool
         pooled = (-1, -1, 0) if p is None else (p.largest, p.average, p.slot)
-        jobs.append(
-            (one.source, one.first, one.count, start, len(identities), int(one.adds), *pooled, int(one.rectified))
-        )
+        jobs.append((one.source, one.first, one.count, start, len(identities), int(one.adds), *pooled))
     rows = x[0].numel() // x.shape[-1]
     block = max(1, 1024 // settings["CB"])
     pools = [one.pool for one in leaving if one.pool is not None]
@@ -173,6 +170,5 @@ def gather_gradient(x, parts, dy, dx, mix, factors, winners, leaving):
         x, parts, dy, dx, mix, mix if factors is None else factors, winners, table(tuple(jobs), x.device),
         table(tuple(identities) or ((0, 0, 0),), x.device), rows, x.shape[2], x.shape[3], dy.shape[2], dy.shape[3],
         dy[0].numel(), x.shape[1], STRIDE=pools[0].stride if pools else 1, BLOCK=block, POOLED=bool(pools),
-        DROPS=factors is not None, LARGEST=_has_maximum(pools), RECTIFIED=any(one.rectified for one in leaving),
-        **settings,
+        DROPS=factors is not None, LARGEST=_has_maximum(pools), MASKED=leaving[0].masked, **settings,
     )  # fmt: skip

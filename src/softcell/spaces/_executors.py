@@ -417,7 +417,7 @@ def fused_pass(cells: Iterable[PickedCell], x: Tensor, *, rectified: bool = Fals
 
     Small operations run once for all cells, since each launch takes microseconds: drop-path factors are drawn at the
     beginning, running statistics and batch counts are updated at the end. x: any tensor of the batch, [n, ...].
-    rectified: the cells' inputs are outputs of ReLUs, and their own ReLUs follow their norms.
+    rectified: the cells' inputs are not negative, and their ReLUs follow their norms.
     """
     forms = [(cell, cell.fused_rectified() if rectified else cell.fused_affine()) for cell in cells]
     counts = [cell.num_dropped() if form is None else form.paths for cell, form in forms]

@@ -5,9 +5,8 @@ a sum of normalised planes. Two facts make such cells programs all the same:
 
 - The output of convolution, norm and ReLU is a node of its own, with that one input, that stores max(γ·ŷ + β, 0)
   (`Program.rectified`). Drop-path's factors are not negative, so they may be applied before the ReLU.
-- The ReLU of the convolutions changes nothing: no value that they read is negative, since cell inputs, ReLUs, maxima,
-  means and sums of them are not. It also masks gradients where a value is 0. Such a value is a sum of zeros, each of
-  which is the output of a ReLU that has no gradient there either, or is dropped.
+- The ReLU that convolutions apply changes nothing, since no value that they read is negative: inputs of the cell,
+  ReLUs, and maxima, means and sums of them are not. Its gradient mask is left out.
 
 Convolutions without a norm (`link_1x1`) may give negative values. They may only lead to nodes that nothing else reads.
 
@@ -38,7 +37,6 @@ Edge = tuple[int, int, nn.Module]
 def plan_rectified(picks: Iterable[Edge], inputs: int, nodes: int, channels: int, drop_path: DropPath) -> AffineCell:
     """The fused form of a derived cell whose inputs are not negative; raises `Unfit` with the reason if there is none.
 
-    Gradients of inputs are those of the values before a ReLU whose outputs the inputs are: 0 where an input is 0.
     All operations have stride 1. Drop-path's factors are numbered node by node, as modules draw them.
     """
     return _Planner(list(picks), inputs, nodes, channels, drop_path).build()

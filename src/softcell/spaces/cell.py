@@ -326,7 +326,7 @@ class PickedCell(nn.Module):
     def fused_rectified(self) -> AffineCell | None:
         """This cell of convolution-norm-ReLU picks as one operation; None if its modules run one by one.
 
-        Its inputs must be outputs of ReLUs.
+        Its inputs must not be negative.
         """
         return remembered_form(self._known_affine, True, self._plan_rectified)
 
