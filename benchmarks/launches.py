@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.steps import Case, batch, step, step_state
 from benchmarks.traffic import is_view
-from softcell.kernels import calibrate, indicator, local, mix
+from softcell.kernels import calibrate, indicator, library, local, mix
 from softcell.kernels import cell as kernels
 from softcell.nn import attention
 from softcell.nn import calibrate as calibrations
@@ -48,11 +48,12 @@ KERNELS: list[tuple[Any, dict[str, int]]] = [
         kernels,
         {
             **dict.fromkeys(("pool", "convolve", "finish_moments", "normalise", "gradient_sums", "combine"), 1),
-            **dict.fromkeys(("input_gradient", "masked_input_gradient", "gather_gradient"), 1),
+            **dict.fromkeys(("input_gradient", "masked_input_gradient", "gather_gradient", "distribute_gradient"), 1),
             **{"normalise_gradient": 2, "weight_gradient": 2, "combine_gradient": 3},
         },
     ),
     (_fused_plan, {"compose": 1, "compose_gradient": 1}),
+    (library, {"store": 1}),
 ]
 """Launches of each kernel's host function when it has work to do."""
 NOTHING = (torch.ops.aten._unsafe_view.default, torch.ops.aten.promote_types.default)

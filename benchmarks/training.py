@@ -1,11 +1,13 @@
 """`python -m benchmarks.training`: training steps of derived networks, in three ways in one run.
 
 plain: the formulation of other toolkits (module by module, channels-first, float32, eager). modules: the same modules,
-channels-last in bfloat16, captured. fused: each cell as one operation, bfloat16, captured. On a CPU: small networks
-compared with plain PyTorch in both layouts (`benchmarks.training_cpu`).
+channels-last in bfloat16, captured. fused: each cell as one operation, bfloat16, captured. kernels, only if named: the
+same, with convolutions of all widths in Triton kernels (`library_channels`). On a CPU: small networks compared with
+plain PyTorch in both layouts (`benchmarks.training_cpu`).
 
 python -m benchmarks.training --rounds 20 --out record.json
 python -m benchmarks.training --network darts --way modules --way fused
+python -m benchmarks.training --network nb1shot1 --way modules --way fused --way kernels
 python -m benchmarks.training --device cpu --threads 2 --out record.json
 """
 
@@ -22,6 +24,7 @@ from benchmarks import training_cpu
 from benchmarks.options import machine, step_options
 from benchmarks.training_cpu import BEST_201
 from softcell.engine.session import keep_freed_memory
+from softcell.kernels.backend import cell_settings
 from studies.runs import write_record
 from tests.reference.published_genotypes import DARTS_V2
 
@@ -30,17 +33,20 @@ WAYS: dict[str, dict[str, Any]] = {
     "modules": {"engine": "graph", "precision": "bfloat16", "fused": False},
     "fused": {"engine": "graph", "precision": "bfloat16", "fused": True},
 }
+NO_LIBRARY = 2**30
+"""More channels than any network has."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """A network: its space, training recipe and image size; without a genotype, a random one is drawn with seed 0."""
+    """A network: its space, training recipe and image size; without a genotype, a random one is drawn with `seed`."""
 
     space: str
     recipe: str
     size: int = 32
     genotype: str | None = None
     settings: dict[str, Any] = field(default_factory=dict)
+    seed: int = 0
 
 
 def cases() -> dict[str, Case]:
@@ -51,6 +57,8 @@ def cases() -> dict[str, Case]:
         "nos": Case("nos", "nos-cifar"),
         "fullattention": Case("fullattention", "fullattention-cifar"),
         "nb201": Case("nb201", "cifar", genotype=BEST_201),
+        # Two 3×3 convolutions, one 1×1 and a pool; all blocks lead to the output.
+        "nb1shot1": Case("nb1shot1-2", "cifar", seed=9),
     }
 
 
@@ -62,15 +70,16 @@ def measured(name: str, case: Case, ways: list[str], rounds: int, say: Callable[
     from softcell.spaces import build_space
 
     space = build_space(case.space)
-    genotype = sample(space.layout(), 0) if case.genotype is None else notation.parse(case.genotype)
+    genotype = sample(space.layout(), case.seed) if case.genotype is None else notation.parse(case.genotype)
     rows = []
     opened = open_session(device="cuda", seed=0, precision="float32", deterministic=False, threads=0)
     with opened as session, made_data(4096 if case.size == 32 else 512, case.size) as data:
         for way in ways:
             forget()
-            settings = {"recipe": case.recipe, **case.settings, **WAYS[way]}
-            task = made_training(data, session, genotype, **settings)
-            row = measure(task, rounds)
+            settings = {"recipe": case.recipe, **case.settings, **WAYS["fused" if way == "kernels" else way]}
+            with cell_settings(**({"library_channels": NO_LIBRARY} if way == "kernels" else {})):
+                task = made_training(data, session, genotype, **settings)
+                row = measure(task, rounds)
             row |= {"way": way, "batch": task.recipe.batch_size}
             row["images_per_second"] = 1e3 * task.recipe.batch_size / row["ms"]
             rows.append(row)
@@ -84,7 +93,7 @@ def measured(name: str, case: Case, ways: list[str], rounds: int, say: Callable[
 def main() -> None:
     parser = step_options("python -m benchmarks.training", __doc__, rounds=20, one_size=True)
     parser.add_argument("--network", action="append", choices=list(cases()), help="run only this one; may be repeated")
-    parser.add_argument("--way", action="append", choices=list(WAYS), help="run only this one; may be repeated")
+    parser.add_argument("--way", action="append", choices=[*WAYS, "kernels"], help="run only this one; may be repeated")
     options = parser.parse_args()
     device, threads = machine(parser, options)
     console = Console()

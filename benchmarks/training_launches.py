@@ -120,11 +120,13 @@ def _as_fused(counter: _Counter) -> Iterator[None]:
 
 
 def network_of(case: Case) -> Network:
-    """The network that `benchmarks.training` measures."""
-    genotype = sample(build_space(case.space).layout(), 0) if case.genotype is None else notation.parse(case.genotype)
+    """The network that `benchmarks.training` measures, with its weights channels-last."""
+    layout = build_space(case.space).layout()
+    genotype = sample(layout, case.seed) if case.genotype is None else notation.parse(case.genotype)
     recipe = resolve(genotype, {"recipe": case.recipe, "data": "cifar10", **case.settings})
     space = build_space(genotype.space, recipe.space_settings)
-    return space.network(genotype, (3, case.size, case.size), 10, auxiliary=recipe.auxiliary > 0)
+    network = space.network(genotype, (3, case.size, case.size), 10, auxiliary=recipe.auxiliary > 0)
+    return network.to(memory_format=torch.channels_last)  # type: ignore[call-overload, no-any-return]
 
 
 def launches(network: Network, size: int, *, fused: bool, training: bool = True) -> tuple[Counter[str], Counter[str]]:

@@ -1,4 +1,4 @@
-"""Fused NAS-Bench-201 networks whose norms are shared by two real processes, against one process.
+"""Fused NAS-Bench-201 and 1Shot1 networks whose norms are shared by two real processes, against one process.
 
 TRITON_INTERPRET=1 pytest tests/distributed/test_affine_ranks.py also runs the kernels on a CPU.
 """
@@ -14,8 +14,8 @@ from softcell.spaces.execution import is_modules_only, modules_only
 from tests.helpers.engine_launch import on_ranks, results, start_ranks
 from tests.helpers.fused_ranks import SIZE, part_of
 from tests.helpers.kernel_runs import MARKS
-from tests.helpers.picked_cells import CELLS, inputs_of, outcome, picked, require_close, whole_of
-from tests.helpers.picked_ranks import CHANNELS, IMAGE, network_steps
+from tests.helpers.picked_cells import CELLS, RECTIFIED, inputs_of, outcome, picked, require_close, whole_of
+from tests.helpers.picked_ranks import CHANNELS, IMAGE, SPACES, network_steps
 
 
 @pytest.fixture(scope="module")
@@ -23,22 +23,22 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return on_ranks(2, "picked_ranks", "steps_on_rank", tmp_path_factory.mktemp("picked"))
 
 
+@pytest.mark.parametrize("space", SPACES)
 def test_fused_steps_of_two_ranks_equal_those_of_one_process(
-    ranks: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+    space: str, ranks: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One process fuses its cells too, since modules draw drop-path's factors in another order."""
     monkeypatch.setattr(execution, "kernels_serve", lambda x: not is_modules_only())
     alone = World(0, 1, 0, torch.device("cpu"))
-    expected = network_steps(slice(0, SIZE), alone)
+    expected = network_steps(slice(0, SIZE), alone, space)
     for rank in ranks:
-        assert rank["cells"] == 3 * 2 * 2, "3 cells in 2 steps, with shared norms and with local ones"
+        assert rank["cells"] == 3 * 2 * 3, "3 cells in 2 steps, with shared norms in both spaces and with local ones"
         for name, value in expected.items():
-            torch.testing.assert_close(rank["shared"][name], value, rtol=1e-10, atol=1e-10, msg=name)
+            torch.testing.assert_close(rank[space][name], value, rtol=1e-10, atol=1e-10, msg=name)
     with modules_only():
-        other = network_steps(slice(0, SIZE), alone)
-    assert not torch.equal(other["skeleton.classifier.weight"], expected["skeleton.classifier.weight"]), (
-        "drop-path drops something"
-    )
+        other = network_steps(slice(0, SIZE), alone, space)
+    (classifier,) = (name for name in expected if name.endswith("classifier.weight"))
+    assert not torch.equal(other[classifier], expected[classifier]), "drop-path drops something"
 
 
 def test_fused_cells_send_one_collective_per_norm_group(ranks: list[dict[str, Any]]) -> None:
@@ -56,7 +56,7 @@ def kernels(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 class TestKernels:
     pytestmark = MARKS
 
-    @pytest.mark.parametrize("name", list(CELLS))
+    @pytest.mark.parametrize("name", [*CELLS, *RECTIFIED])
     def test_kernels_of_two_ranks_equal_modules_of_one_process(self, kernels: list[dict[str, Any]], name: str) -> None:
         x, factors = inputs_of(name, CHANNELS, SIZE, IMAGE)
         cell = picked(name, CHANNELS, factors)

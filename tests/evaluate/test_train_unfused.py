@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from softcell.arch import sample
+from softcell.arch import notation, sample
 from softcell.data import load
 from softcell.data.batches import Feeds
 from softcell.engine.distributed import World
@@ -33,7 +33,7 @@ def triton(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "can_fuse", lambda: True)
 
 
-@pytest.mark.parametrize("space", ["darts", "nos", "nb201", "s1", "s2", "s3", "s4"])
+@pytest.mark.parametrize("space", ["darts", "nos", "nb201", "s1", "s2", "s3", "s4", "nb1shot1-1", "nb1shot1-3"])
 def test_spaces_whose_cells_are_fused_on_a_gpu(space: str) -> None:
     assert why_unfused(TrainRecipe(fused=True), network_of(space), GPU) is None
 
@@ -45,7 +45,9 @@ def test_spaces_without_fused_cells_are_named(space: str) -> None:
 
 
 def test_networks_of_which_no_cell_is_fused_say_so() -> None:
-    found = why_unfused(TrainRecipe(fused=True), network_of("nb1shot1-1"), GPU)
+    genotype = notation.parse("|skip_connect~0|+|avg_pool_3x3~0|none~1|+|none~0|none~1|skip_connect~2|")
+    network = build_space("nb201", TINY["nb201"]).network(genotype, (1, 8, 8), 3)
+    found = why_unfused(TrainRecipe(fused=True), network, GPU)
     assert found is not None and "fuses no cell" in found
 
 

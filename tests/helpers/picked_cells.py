@@ -1,4 +1,4 @@
-"""Derived NAS-Bench-201 cells for the tests of their fused form, and the comparison with their modules."""
+"""Derived cells for the tests of their fused form as one program of `cell`, and the comparison with their modules."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from softcell.arch import Cell, Pick
 from softcell.nn import Spec
+from softcell.nn.conv import ConvBNReLU
 from softcell.nn.stochastic import DropPath
 from softcell.spaces import PickedCell
 from softcell.spaces._executors import AffineCell
@@ -23,7 +24,45 @@ CELLS: dict[str, tuple[tuple[int, int, str], ...]] = {
     "nothing reaches 1": ((0, 1, ZERO), (0, 2, ONE), (1, 2, THREE), (0, 3, POOL), (1, 3, SKIP), (2, 3, THREE)),
     "nothing leaves 2": ((0, 1, THREE), (0, 2, ONE), (1, 2, POOL), (0, 3, SKIP), (1, 3, ONE)),
 }
-"""Source, target and operation of every pick, by target, as drop-path draws its factors module by module."""
+"""Of NAS-Bench-201: source, target and operation of every pick, by target, as drop-path draws its factors module by
+module."""
+CONV1, CONV3, MAX, LINK = "conv_1x1", "conv_3x3", "max_pool_3x3", "link_1x1"
+RECTIFIED: dict[str, tuple[tuple[int, int, str], ...]] = {
+    "space 1": (
+        *((0, 1, SKIP), (1, 2, CONV3), (0, 3, SKIP), (2, 3, SKIP), (3, 4, MAX), (2, 5, SKIP), (4, 5, SKIP)),
+        *((5, 6, CONV1), (4, 7, SKIP), (6, 7, SKIP), (7, 8, CONV3), (6, 9, LINK), (8, 9, LINK)),
+    ),
+    "space 2": (
+        *((0, 1, SKIP), (1, 2, CONV1), (2, 3, SKIP), (3, 4, MAX), (0, 5, SKIP), (4, 5, SKIP), (5, 6, CONV3)),
+        *((2, 7, SKIP), (6, 7, SKIP), (7, 8, MAX), (0, 9, LINK), (4, 9, LINK), (8, 9, LINK)),
+    ),
+    "space 3": (
+        *((0, 1, SKIP), (1, 2, MAX), (2, 3, SKIP), (3, 4, CONV3), (4, 5, SKIP), (5, 6, CONV3), (2, 7, SKIP)),
+        *((6, 7, SKIP), (7, 8, CONV1), (0, 9, SKIP), (8, 9, SKIP), (9, 10, CONV3), (6, 11, LINK), (10, 11, LINK)),
+    ),
+    "one input read often": (
+        *((0, 1, SKIP), (1, 2, CONV3), (0, 3, SKIP), (3, 4, CONV3), (0, 5, SKIP), (5, 6, MAX), (0, 7, SKIP)),
+        *((7, 8, MAX), (2, 9, LINK), (4, 9, LINK), (6, 9, LINK), (8, 9, LINK)),
+    ),
+    "loose ends": (
+        *((0, 1, SKIP), (1, 2, CONV3), (0, 3, SKIP), (3, 4, CONV1), (2, 5, SKIP), (4, 5, SKIP), (5, 6, MAX)),
+        *((0, 7, SKIP), (7, 8, CONV3), (2, 9, LINK)),
+    ),
+    "several in a block": (
+        *((0, 1, SKIP), (1, 2, CONV3), (1, 2, MAX), (1, 2, CONV1), (0, 3, SKIP), (2, 3, SKIP), (3, 4, POOL)),
+        *((3, 4, SKIP), (3, 4, CONV3), (2, 5, LINK), (4, 5, LINK)),
+    ),
+    "nothing reaches 2": (
+        (0, 1, SKIP),
+        (1, 2, ZERO),
+        (0, 3, SKIP),
+        (2, 3, SKIP),
+        (3, 4, CONV3),
+        (2, 5, LINK),
+        (4, 5, LINK),
+    ),
+}
+"""Of NAS-Bench-1Shot1 and cells like it: norms and ReLUs follow the convolutions."""
 
 
 class Factors(DropPath):
@@ -42,7 +81,8 @@ class Factors(DropPath):
 def picked(name: str, channels: int, factors: Tensor | None = None, **settings: Any) -> PickedCell:
     """A cell in float64 whose norms have random scales, shifts and running statistics."""
     torch.manual_seed(0)
-    picks = Cell(tuple(Pick(*one) for one in CELLS[name]), output=(3,))
+    own = picks_of(name)
+    picks = Cell(tuple(Pick(*one) for one in own), output=(own[-1][1],))
     spec = Spec(channels, **settings)
     cell = PickedCell(picks, 1, lambda source: spec, Factors(factors)).double()
     for norm in cell.modules():
@@ -57,11 +97,19 @@ def picked(name: str, channels: int, factors: Tensor | None = None, **settings: 
 
 def num_dropped(name: str) -> int:
     """The number of picks that drop-path drops."""
-    return sum(op not in (SKIP, ZERO) for _, _, op in CELLS[name])
+    return sum(op not in (SKIP, ZERO) for _, _, op in picks_of(name))
+
+
+def picks_of(name: str) -> tuple[tuple[int, int, str], ...]:
+    return (CELLS | RECTIFIED)[name]
+
+
+def is_rectified(cell: PickedCell) -> bool:
+    return any(isinstance(module, ConvBNReLU) for module in cell.modules())
 
 
 def form_of(cell: PickedCell) -> AffineCell:
-    form = cell.fused_affine()
+    form = cell.fused_rectified() if is_rectified(cell) else cell.fused_affine()
     assert form is not None, "it has a fused form"
     return form
 
@@ -92,14 +140,15 @@ def outcome(
     wide = torch.float32 if dtype is torch.bfloat16 else dtype
     own = copy.deepcopy(cell).to(device, wide)
     given = x[part].to(device, dtype).requires_grad_()
+    entered = given.relu() if is_rectified(own) else given
     dropped = None if factors is None else factors[:, part].to(device, wide)
     if fused:
         ones = None if dropped is None else torch.cat([torch.ones_like(dropped[:1]), dropped])
-        nodes = form_of(own)([given], ones)[1:]
+        nodes = form_of(own)([entered], ones)[1:]
     else:
         own._drop_path = [Factors(dropped).train(own.training)]
         with torch.autocast(device, torch.bfloat16, enabled=dtype is torch.bfloat16):
-            nodes = own([given])[1:]
+            nodes = own([entered])[1:]
     generator = torch.Generator().manual_seed(7)
     slopes = [torch.randn(len(x), *node.shape[1:], generator=generator)[part].to(node) for node in nodes]
     chosen = list(zip(nodes, slopes, strict=True))[-1 if last else 0 :]

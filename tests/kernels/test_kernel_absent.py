@@ -17,11 +17,21 @@ from softcell.search.task import warn_if_unfused
 from softcell.spaces import execution
 from softcell.testing import tiny_space
 from tests.helpers.kernel_cells import OneSite, build_cell, fuse, leaving, outcome, random_inputs, require_same
+from tests.helpers.picked_cells import inputs_of, picked
+from tests.helpers.picked_cells import outcome as outcome_of_picked
 
 FAMILIES: dict[str, Any] = {"compose": taps, "norm": norm, "pool": pool, "taps": taps}
 NAMES = {
     "compose": {"compose", "compose_gradient"},
-    "norm": {"finish_moments", "normalise", "gradient_sums", "normalise_gradient", "combine", "combine_gradient"},
+    "norm": {
+        "finish_moments",
+        "normalise",
+        "gradient_sums",
+        "normalise_gradient",
+        "combine",
+        "combine_gradient",
+        "distribute_gradient",
+    },
     "pool": {"pool", "gather_gradient"},
     "taps": {"convolve", "masked_input_gradient", "input_gradient", "weight_gradient"},
 }
@@ -70,13 +80,19 @@ def of_outputs_apart() -> dict[str, Tensor]:
     return {"apart": gradient}
 
 
+def of_a_rectified_cell() -> dict[str, Tensor]:
+    name = "space 1"
+    x, factors = inputs_of(name, 3, 2, (5, 4))
+    return outcome_of_picked(picked(name, 3, factors), x, factors, fused=True, dtype=torch.float32)
+
+
 def test_every_function_runs_its_twin(called: set[tuple[str, str]], monkeypatch: pytest.MonkeyPatch) -> None:
     lack(monkeypatch, present=True)
-    expected = of_a_cell() | of_outputs_apart()
-    assert called == {(family, name) for family, names in NAMES.items() for name in names}, "a cell runs all of them"
+    expected = of_a_cell() | of_outputs_apart() | of_a_rectified_cell()
+    assert called == {(family, name) for family, names in NAMES.items() for name in names}, "cells run all of them"
     called.clear()
     lack(monkeypatch)
-    found = of_a_cell() | of_outputs_apart()
+    found = of_a_cell() | of_outputs_apart() | of_a_rectified_cell()
     assert not called
     require_same(found, expected, tolerance=0)
 

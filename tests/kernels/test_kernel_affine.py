@@ -20,7 +20,7 @@ from softcell.spaces import PickedCell, _executors, _fused_plan
 from softcell.spaces._executors import plan_affine
 from softcell.spaces._fused_plan import Unfit
 from tests.helpers.kernel_runs import DEVICE, INTERPRETED, MARKS
-from tests.helpers.picked_cells import CELLS, SKIP, THREE, form_of, inputs_of, outcome, picked, require_close
+from tests.helpers.picked_cells import CELLS, SKIP, THREE, ZERO, form_of, inputs_of, outcome, picked, require_close
 
 PASSES = [(True, True), (True, False), (False, False)]
 """Training or evaluation, with or without drop-path."""
@@ -50,6 +50,16 @@ def test_a_derived_cell_equals_its_modules(
 @pytest.mark.parametrize("name", list(CELLS))
 def test_only_the_last_node_may_have_a_gradient(name: str) -> None:
     require_close(*both(name, training=True, drops=True, last=True), 1e-10)
+
+
+def test_an_input_that_nothing_reads_gets_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its gradient is written by no kernel, so it must not be what the memory held before."""
+    monkeypatch.setitem(CELLS, "input unread", ((0, 1, ZERO), (1, 2, THREE), (2, 3, THREE)))
+    original = torch.empty_like
+    monkeypatch.setattr(torch, "empty_like", lambda x, **more: original(x, **more).fill_(7.0))
+    mine, theirs = both("input unread", training=True, drops=False)
+    assert not theirs["input 0"].any()
+    require_close(mine, theirs, 1e-10)
 
 
 def test_frozen_scales_and_shifts_get_no_gradient() -> None:

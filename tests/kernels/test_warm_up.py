@@ -16,7 +16,7 @@ import torch
 from softcell.arch import notation, sample
 from softcell.evaluate.task import rehearse
 from softcell.kernels import warm_up
-from softcell.kernels.backend import has_triton
+from softcell.kernels.backend import cell_settings, has_triton
 from softcell.kernels.warm_up import (
     Compilation,
     compilations,
@@ -81,36 +81,41 @@ def test_a_warm_up_compiles_what_a_step_launches(training: bool, probability: fl
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels that are compiled already would be launched")
-@pytest.mark.parametrize("space", ["nb201", "nos"])
+@pytest.mark.parametrize("space", ["nb201", "nb1shot1-1", "nb1shot1-1, library", "nos"])
 @pytest.mark.parametrize("probability", [0.2, 0.0])
 def test_a_pass_of_a_copy_shows_what_a_step_launches(probability: float, space: str, no_device: None) -> None:
     """Of networks without schedules, or with kernels that are in none."""
     torch.manual_seed(0)
+    space, _, by_library = space.partition(", ")
     if space == "nb201":
         cells = build_space(space, {"cells_per_stage": 1, "channels": 4})
         text = "|nor_conv_1x1~0|+|avg_pool_3x3~0|nor_conv_3x3~1|+|skip_connect~0|none~1|nor_conv_3x3~2|"
         network = cells.network(notation.parse(text), (3, 16, 16), 10)
     else:
-        cells = build_space(space, {"cells": 3, "channels": 4})
+        cells = build_space(space, {"cells" if space == "nos" else "cells_per_stack": 3, "channels": 4})
         network = cells.network(sample(cells.layout(), 0), (3, 16, 16), 10)
     assert network.needs_dry_pass
     network.use_drop_path(probability)
     before = {name: value.clone() for name, value in network.state_dict().items()}
     found: list[Compilation] = []
-    with dry_launches(found.append), fused_networks():
+    settings = {"library_channels": 1} if by_library else {}
+    with dry_launches(found.append), fused_networks(), cell_settings(**settings):
         rehearse(network, BATCH, 5, "float32", torch.device("cpu"))
     assert all(torch.equal(value, before[name]) for name, value in network.state_dict().items())
     assert network.training and all(p.grad is None for p in network.parameters())
     wanted: set[Compilation] = set()
-    with dry_launches(wanted.add), fused_networks():
+    with dry_launches(wanted.add), fused_networks(), cell_settings(**settings):
         network(torch.randn(BATCH, 3, 16, 16)).sum().backward()
         with torch.no_grad():
             network.eval()(torch.randn(5, 3, 16, 16))
     assert set(found) == wanted
     some = {
         "nb201": {"_combine", "_combine_finish_by_channel", "_convolve"},
+        "nb1shot1-1": {"_combine", "_combine_finish_by_channel", "_convolve", "_pool"},
         "nos": {"_stages", "_gather_lines", "_known_moments", "_apply"},
     }
+    if by_library:
+        some[space] = some[space] - {"_convolve"} | {"_store"}
     assert some[space] <= {job.name for job in wanted}
     if space == "nos":
         schedules = network.schedules(BATCH, torch.float32, training=True)

@@ -5,17 +5,20 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from softcell.arch import Mix, StrongestEach, Table, WeightMix, count, derive, sample
+from softcell.arch import Cell, Genotype, Mix, Pick, StrongestEach, Table, WeightMix, count, derive, sample
 from softcell.errors import UserError
+from softcell.kernels.cell import mixed_cell
 from softcell.methods.darts import Darts, DartsSettings
 from softcell.methods.itnas import ItNas, ItNasSettings
 from softcell.methods.snas import Snas, SnasSettings, concrete
-from softcell.spaces import build_space
+from softcell.spaces import Network, _fused_plan, build_space, execution
+from softcell.spaces.execution import fused_networks, is_modules_only
 from softcell.spaces.oneshot1 import OneShot1Space1, OneShot1Space2, OneShot1Space3, counts, raw_count
 from softcell.testing import one_hot, tiny_space
 from tests.reference.reference_itnas import encoder
@@ -255,3 +258,79 @@ def test_single_paths_are_refused_if_edges_compete() -> None:
     supernet = tiny_space("nb1shot1-1").supernet((3, 8, 8), 5)
     with pytest.raises(UserError, match=r"method\.paths=all"):
         ItNas.for_supernet(ItNasSettings(paths="single"), supernet)
+
+
+# --- fused networks ---
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cells are fused on the CPU too, by the kernels' plain twins."""
+    monkeypatch.setattr(execution, "kernels_serve", lambda x: not is_modules_only())
+
+
+def small_network(number: int, seed: int, channels: int = 5, **options: Any) -> Network:
+    """A network in float64 whose norms have random scales, shifts and running statistics."""
+    torch.manual_seed(seed)
+    space = build_space(f"nb1shot1-{number}", {"cells_per_stack": 1, "channels": channels})
+    network = space.network(sample(space.layout(), seed), (3, 9, 7), 5, **options).double()
+    for norm in network.modules():
+        if isinstance(norm, nn.BatchNorm2d) and norm.affine:
+            assert norm.running_mean is not None and norm.running_var is not None
+            nn.init.uniform_(norm.weight, 0.5, 2)
+            nn.init.normal_(norm.bias)
+            norm.running_mean.uniform_(-1, 1)
+            norm.running_var.uniform_(0.5, 2)
+    return network
+
+
+def steps(network: Network, *, training: bool) -> dict[str, Tensor]:
+    """Logits, gradients of images and parameters, and buffers after two passes. Parameters that nothing reads get 0."""
+    images = torch.randn(4, 3, 9, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    network.train(training)
+    for _ in range(2):
+        network.zero_grad()
+        images.grad = None
+        logits = network(images)
+        logits.square().sum().backward()
+    assert images.grad is not None
+    found = {"logits": logits.detach(), "images": images.grad}
+    found |= {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in network.named_parameters()}
+    return found | dict(network.named_buffers())
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize(("number", "seed"), [(1, 0), (1, 3), (2, 1), (2, 4), (3, 2), (3, 5)])
+def test_a_fused_network_equals_its_modules(
+    number: int, seed: int, training: bool, served: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran = 0
+
+    def counted(*given: Any, **named: Any) -> Any:
+        nonlocal ran
+        ran += 1
+        return mixed_cell(*given, **named)
+
+    monkeypatch.setattr(_fused_plan, "mixed_cell", counted)
+    with fused_networks():
+        mine = steps(small_network(number, seed), training=training)
+    assert ran == 2 * 3
+    theirs = steps(small_network(number, seed), training=training)
+    assert ran == 2 * 3, "without the context modules run"
+    for name, expected in theirs.items():
+        torch.testing.assert_close(mine[name], expected, rtol=1e-8, atol=1e-9, msg=name)
+
+
+def test_search_forms_and_cells_of_pools_run_module_by_module(served: None) -> None:
+    ops = {0: "skip_connect", 1: "max_pool_3x3"}
+    picks = [Pick(node, node + 1, ops[node % 2]) for node in range(8)]
+    links = [Pick(2, 9, "link_1x1"), Pick(8, 9, "link_1x1")]
+    pools = Genotype("nb1shot1-1", {"cell": Cell((*picks, *links), output=(9,))})
+    space = build_space("nb1shot1-1", {"cells_per_stack": 1, "channels": 4})
+    for network in (space.network(pools, (3, 8, 8), 5), small_network(1, 0, search_form=True)):
+        x = torch.randn(2, 3, 8, 8, dtype=torch.float64)
+        network.double().eval()
+        assert network.has_fused_cells() == [False] * 3
+        with fused_networks():
+            mine = network(x)
+        torch.testing.assert_close(mine, network(x), rtol=0, atol=0)

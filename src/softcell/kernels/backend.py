@@ -47,7 +47,7 @@ def runs_triton(x: Tensor) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class CellSettings:
-    """Launch settings of `kernels.cell`; results differ at most by the order of summation.
+    """Launch settings of `kernels.cell`; results differ at most by rounding.
 
     moments_values, moments_warps: values that a program of the kernel that merges statistics reads at once (a multiple
     of the channels), and its warps. sums_values: the same for the sums in gradients of norms and mixes, whose rows are
@@ -55,7 +55,8 @@ class CellSettings:
     second_stream: gradients of weights run on a second stream, since nothing else in a backward pass waits for them;
     this takes 3 to 4 % less time per search step on an H200 and gives the same bits. early_launch: programs of a kernel
     start while the last programs of the previous kernel are still running, and wait for its end (programmatic dependent
-    launch, compute capability 9.0 or higher).
+    launch, compute capability 9.0 or higher). library_channels: from this width on, convolutions that read no negative
+    values (NAS-Bench-1Shot1) run by the library inside the fused cell (`kernels.library`); 128 has not been measured.
     """
 
     moments_values: int = 8192
@@ -65,6 +66,7 @@ class CellSettings:
     reads_ahead: bool = True
     second_stream: bool = True
     early_launch: bool = False
+    library_channels: int = 128
 
 
 default_settings = CellSettings()

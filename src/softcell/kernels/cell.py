@@ -16,11 +16,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from softcell.kernels.backend import by_twin, is_wanted
+from softcell.kernels import library
+from softcell.kernels.backend import by_twin, current_settings, is_wanted
 from softcell.kernels.norm import (
     Term,
     combine,
     combine_gradient,
+    distribute_gradient,
     finish_moments,
     gradient_sums,
     normalise,
@@ -69,7 +71,8 @@ class Program:
 
     `stride` applies to all outgoing operations of the input nodes. `terms[j]` are the inputs of node inputs + j. `size`
     is the length of the flat weights, `slots` the number of maximum pools. `results` are the returned planes: the inner
-    nodes, or separate candidates; those in `finished` are normalised in place.
+    nodes, or separate candidates; those in `finished` are normalised in place. Nodes in `rectified` are the ReLU of
+    their sum; if there are any, no convolution of the program reads negative values.
     """
 
     channels: int
@@ -84,9 +87,14 @@ class Program:
     eps: float
     results: tuple[int, ...]
     finished: tuple[range, ...] = ()
+    rectified: frozenset[int] = frozenset()
 
     def wave_of(self, node: int) -> Wave | None:
         return next((wave for wave in self.waves if node in wave.sources), None)
+
+    def uses_library(self) -> bool:
+        """Whether convolutions run by the library (`softcell.kernels.library`)."""
+        return bool(self.rectified) and self.channels >= current_settings().library_channels
 
 
 def mixed_cell(
@@ -159,7 +167,7 @@ def mixed_cell_reference(
                     normalised[t.plane] = norm(t.plane)
                 value = weighted((normalised if t.normed else planes)[t.plane], mix.to(total.dtype), t)
                 total = total + scaled(value, factors, t.choice)
-            planes[node] = total
+            planes[node] = total.relu() if node in program.rectified else total
         wave = program.wave_of(node)
         if wave is None or node != wave.sources[-1]:
             continue
@@ -201,7 +209,7 @@ class _MixedCell(torch.autograd.Function):
         given = buffer if program.stride == 1 else weights.new_empty(program.inputs, n, height, width, c)
         for i, state in enumerate(states):
             given[i].copy_(state.permute(0, 2, 3, 1))
-        rows = n * out_height * out_width
+        rows, by_library = n * out_height * out_width, program.uses_library()
         winners = torch.empty((program.slots, *buffer.shape[1:]), dtype=torch.uint8, device=buffer.device)
         partial: Tensor | None = None
         if running is None:
@@ -219,14 +227,18 @@ class _MixedCell(torch.autograd.Function):
 
         for node in range(program.nodes):
             if node >= program.inputs:
-                combine(buffer, moments, mix, factors, node, program.terms[node - program.inputs])
+                terms = program.terms[node - program.inputs]
+                combine(buffer, moments, mix, factors, node, terms, rectified=node in program.rectified)
             wave = program.wave_of(node)
             if wave is None or node != wave.sources[-1]:
                 continue
             x = given if node < program.inputs else buffer
             measured = any(plane in wave.measured for p in wave.pools for plane in (p.largest, p.average))
             pool(x, buffer, winners, partial if measured else None, wave.pools)
-            convolve(x, weights, buffer, partial, wave.first)
+            if by_library:
+                library.convolve(x, weights, buffer, partial, wave.first, wave.measured)
+            else:
+                convolve(x, weights, buffer, partial, wave.first)
             measure(wave.measured)
             normalise(buffer, moments, wave.inner)
             convolve(buffer, weights, buffer, partial, wave.second)
@@ -234,7 +246,7 @@ class _MixedCell(torch.autograd.Function):
         for planes in program.finished:
             normalise(buffer, moments, planes)
         ctx.program, ctx.dtype, ctx.by_batch = program, dtype, running is None
-        ctx.shared = shared if running is None else None
+        ctx.shared, ctx.by_library = shared if running is None else None, by_library
         ctx.second_stream = uses_second_stream(buffer.device)
         ctx.save_for_backward(mix, given_weights, weights, running, factors, moments, winners, buffer, given, *states)
         ctx.set_materialize_grads(False)
@@ -259,6 +271,8 @@ class _MixedCell(torch.autograd.Function):
         for plane in (plane for plane, own in arrived.items() if own is None):
             if plane >= program.nodes or program.wave_of(plane) is None:  # otherwise the wave writes it first
                 gradient[plane].zero_()
+        for plane in (plane for plane in range(program.inputs) if program.wave_of(plane) is None):
+            given_gradient[plane].zero_()  # nothing reads it
         given_grads = {plane: own.permute(0, 2, 3, 1) for plane, own in arrived.items() if own is not None}
         if given_grads:
             torch._foreach_copy_([gradient[plane] for plane in given_grads], list(given_grads.values()))
@@ -275,21 +289,32 @@ class _MixedCell(torch.autograd.Function):
                 inward = node < program.inputs
                 x, dx = (given, given_gradient) if inward else (buffer, gradient)
                 own = (wave, x, dx, buffer, gradient, moments, mix, factors, weights, winners)
-                _leave(*own, ctx.by_batch, shared, adds=not inward and node in given_grads)
-            if mix_gradient is not None and node >= program.inputs:
-                terms = program.terms[node - program.inputs]
+                adds, masked = not inward and node in given_grads, not program.rectified
+                _leave(*own, ctx.by_batch, shared, adds=adds, masked=masked, by_library=ctx.by_library)
+            if node < program.inputs:
+                continue
+            terms = program.terms[node - program.inputs]
+            if mix.dim() == 2 and not any(t.normed for t in terms):
+                own_terms = [t for t in terms if not t.through]
+                distribute_gradient(buffer, gradient, moments, mix, factors, node, own_terms)
+            elif mix_gradient is not None:
                 values = (buffer, gradient, moments, mix, factors, mix_gradient)
                 merge = shared.merge_sums if shared is not None and any(t.normed for t in terms) else None
-                combine_gradient(*values, node, terms, by_batch=ctx.by_batch, merge=merge)
+                rectified = node in program.rectified
+                combine_gradient(*values, node, terms, by_batch=ctx.by_batch, merge=merge, rectified=rectified)
         weight_grad: Tensor | None = None
         if is_wanted(ctx, 1):  # in architecture steps weights need no gradient
             outer = [wave for wave in program.waves if wave.sources[0] < program.inputs]
             others = [wave for wave in program.waves if wave not in outer]
             if program.stride == 1:
                 outer, others = list(program.waves), []
-            with alongside(ctx.second_stream, given, buffer, gradient):
+            with alongside(ctx.second_stream, given, buffer, gradient, weights):
                 weight_grad = flat = torch.empty_like(given_weights)  # every weight belongs to a group
-                weight_gradient(given, gradient, flat, [g for wave in outer for g in wave.first])
+                first = [g for wave in outer for g in wave.first]
+                if ctx.by_library:  # such programs have no strides, hence no `others`
+                    library.weight_gradient(given, gradient, weights, flat, first)
+                else:
+                    weight_gradient(given, gradient, flat, first)
                 weight_gradient(buffer, gradient, flat, [g for wave in others for g in wave.first])
                 weight_gradient(buffer, gradient, flat, [g for wave in program.waves for g in wave.second])
         inputs = [given_gradient[i].permute(0, 3, 1, 2).to(state.dtype) for i, state in enumerate(states)]
@@ -311,10 +336,13 @@ def _leave(
     shared: SharedRows | None,
     *,
     adds: bool,
+    masked: bool,
+    by_library: bool,
 ) -> None:
     """Computes the gradients of a wave's sources from those of all their outgoing operations.
 
-    adds: accumulate into the sources' gradients instead of overwriting them.
+    adds: accumulate into the sources' gradients instead of overwriting them. masked: convolutions read the
+    ReLU of the sources. by_library: convolutions run by the library.
     """
     c = buffer.shape[-1]
     if wave.second:
@@ -324,15 +352,19 @@ def _leave(
             partial = shared.merge_tiles(partial, wave.inner)
         normalise_gradient(partial, buffer, gradient, moments, wave.inner, by_batch=by_batch)
     rows = x[0].numel() // c
-    parts = shares(wave.first, rows, c)
-    sums = moments.new_empty(len(parts), *x.shape[1:])
-    input_gradient(gradient, weights, sums, parts)
+    if by_library:
+        parts = library.shares(wave.first)
+        sums = library.input_gradient(x, gradient, weights, parts)
+    else:
+        parts = shares(wave.first, rows, c)
+        sums = moments.new_empty(len(parts), *x.shape[1:])
+        input_gradient(gradient, weights, sums, parts)
     leaving = []
     for source, identities in zip(wave.sources, wave.identities, strict=True):
         # Parts are ordered by source (`shares`), so the parts of one source are contiguous.
         own = [i for i, part in enumerate(parts) if part.group.source == source]
         pooled = next((p for p in wave.pools if p.source == source), None)
-        leaving.append(Leaving(source, own[0] if own else 0, len(own), identities, pooled, adds))
+        leaving.append(Leaving(source, own[0] if own else 0, len(own), identities, pooled, adds, masked))
     gather_gradient(x, sums, gradient, dx, mix, factors, winners, leaving)
 
 

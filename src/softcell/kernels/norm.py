@@ -114,24 +114,38 @@ def normalise_gradient_reference(
 
 
 def combine(
-    buffer: Tensor, moments: Tensor, mix: Tensor, factors: Tensor | None, node: int, terms: Sequence[Term]
+    buffer: Tensor,
+    moments: Tensor,
+    mix: Tensor,
+    factors: Tensor | None,
+    node: int,
+    terms: Sequence[Term],
+    *,
+    rectified: bool = False,
 ) -> None:
     """buffer[node] = Σ factors[t.choice] · mix[t.weight] · t's value, or Σ factors[t.choice] · (γ · t's value + β).
 
     buffer [planes, n, h, w, c], mix [weights] or [1 + 2 · norms, c] float32, factors [choices, n] of drop-path or None
-    for ones.
+    for ones. rectified: store the ReLU of that sum.
     """
     kernel = triton_kernels("norm").combine if runs_triton(buffer) else combine_reference
-    kernel(buffer, moments, mix, factors, node, terms)
+    kernel(buffer, moments, mix, factors, node, terms, rectified=rectified)
 
 
 def combine_reference(
-    buffer: Tensor, moments: Tensor, mix: Tensor, factors: Tensor | None, node: int, terms: Sequence[Term]
+    buffer: Tensor,
+    moments: Tensor,
+    mix: Tensor,
+    factors: Tensor | None,
+    node: int,
+    terms: Sequence[Term],
+    *,
+    rectified: bool = False,
 ) -> None:
     total = torch.zeros_like(buffer[node], dtype=moments.dtype)
     for t in terms:
         total += scaled(weighted(_value(buffer, moments, t), mix, t), factors, t.choice)
-    buffer[node] = total.to(buffer.dtype)
+    buffer[node] = (total.relu() if rectified else total).to(buffer.dtype)
 
 
 def combine_gradient(
@@ -146,15 +160,18 @@ def combine_gradient(
     *,
     by_batch: bool,
     merge: Callable[[Tensor], Tensor] | None = None,
+    rectified: bool = False,
 ) -> None:
     """Computes the gradients of all input planes of a node, and of their mixing weights, from gradient[node].
 
     buffer and gradient [planes, n, h, w, c]; factors [choices, n] or None; mix_gradient like `mix`, written at the
     weights (or γ and β) of the terms. merge: applied to the sums [any, c] over rows that enter the gradients of planes
-    (`SharedRows.merge_sums`); gradients of mixing weights only cover this rank's rows.
+    (`SharedRows.merge_sums`); gradients of mixing weights only cover this rank's rows. rectified: the node is the ReLU
+    of a single normalised plane, scaled and shifted per channel.
     """
     kernel = triton_kernels("norm").combine_gradient if runs_triton(buffer) else combine_gradient_reference
-    kernel(buffer, gradient, moments, mix, factors, mix_gradient, node, terms, by_batch=by_batch, merge=merge)
+    given = (buffer, gradient, moments, mix, factors, mix_gradient, node, terms)
+    kernel(*given, by_batch=by_batch, merge=merge, rectified=rectified)
 
 
 def combine_gradient_reference(
@@ -169,10 +186,13 @@ def combine_gradient_reference(
     *,
     by_batch: bool,
     merge: Callable[[Tensor], Tensor] | None = None,
+    rectified: bool = False,
 ) -> None:
     if not terms:
         return
     arrived = gradient[node].to(moments.dtype)
+    if rectified:
+        arrived = arrived * (buffer[node] > 0)
     rows = arrived.numel() // arrived.shape[-1]
     sums = moments.new_empty(2, len(terms), arrived.shape[-1])  # of g and of g·ŷ
     for i, t in enumerate(terms):
@@ -196,6 +216,38 @@ def combine_gradient_reference(
             inner = inner * moments[1, t.plane]
         inner = mix[t.weight] * inner
         gradient[t.plane] = (gradient[t.plane] + inner if t.adds else inner).to(gradient.dtype)
+
+
+def distribute_gradient(
+    buffer: Tensor,
+    gradient: Tensor,
+    moments: Tensor,
+    mix: Tensor,
+    factors: Tensor | None,
+    node: int,
+    terms: Sequence[Term],
+) -> None:
+    """gradient[t.plane] = factors[t.choice] · gradient[node], for inputs without norms of which none is a node.
+
+    This is `combine_gradient` with a mix per channel, in which their weights are ones: nothing is reduced.
+    """
+    if terms:
+        kernel = triton_kernels("norm").distribute_gradient if runs_triton(buffer) else distribute_gradient_reference
+        kernel(buffer, gradient, moments, mix, factors, node, terms)
+
+
+def distribute_gradient_reference(
+    buffer: Tensor,
+    gradient: Tensor,
+    moments: Tensor,
+    mix: Tensor,
+    factors: Tensor | None,
+    node: int,
+    terms: Sequence[Term],
+) -> None:
+    for t in terms:
+        own = scaled(gradient[node], factors, t.choice)
+        gradient[t.plane] = gradient[t.plane] + own if t.adds else own
 
 
 def normed(y: Tensor, moments: Tensor) -> Tensor:

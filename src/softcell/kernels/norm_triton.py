@@ -122,7 +122,7 @@ def _normalise_gradient(
 def _combine(
     buffer_ptr, moments_ptr, mix_ptr, factors_ptr, terms_ptr, num_terms, rows, area, samples, planes, node,
     C: tl.constexpr, CB: tl.constexpr, BLOCK: tl.constexpr, UNROLL: tl.constexpr, DROPS: tl.constexpr,
-    AHEAD: tl.constexpr, EARLY: tl.constexpr, BY_CHANNEL: tl.constexpr,
+    AHEAD: tl.constexpr, EARLY: tl.constexpr, BY_CHANNEL: tl.constexpr, RECTIFIED: tl.constexpr,
 ):  # fmt: skip
     await_previous(EARLY)
     m = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -188,14 +188,17 @@ def _combine(
                     total += tl.where(weight == 0.0, 0.0, value) * scale[None, :]
                     shift += mean * scale
     to = buffer_ptr + node * size + at
-    tl.store(to, (total - shift[None, :]).to(buffer_ptr.dtype.element_ty), mask=ok)
+    total -= shift[None, :]
+    if RECTIFIED:
+        total = tl.where(total < 0, 0.0, total)  # NaN stays
+    tl.store(to, total.to(buffer_ptr.dtype.element_ty), mask=ok)
 
 
 @triton.jit(do_not_specialize=["num_terms", "rows", "rows_each", "area", "samples", "planes", "node"])
 def _combine_sums(
-    buffer_ptr, gradient_ptr, moments_ptr, factors_ptr, partial_ptr, terms_ptr, num_terms, rows, rows_each, area,
-    samples, planes, node, C: tl.constexpr, CB: tl.constexpr, BLOCK: tl.constexpr, DROPS: tl.constexpr,
-    EARLY: tl.constexpr,
+    buffer_ptr, gradient_ptr, moments_ptr, mix_ptr, factors_ptr, partial_ptr, terms_ptr, num_terms, rows, rows_each,
+    area, samples, planes, node, C: tl.constexpr, CB: tl.constexpr, BLOCK: tl.constexpr, DROPS: tl.constexpr,
+    BOTH: tl.constexpr, RECTIFIED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     t = tl.program_id(1)
     c = tl.arange(0, CB)
@@ -205,8 +208,12 @@ def _combine_sums(
     await_previous(EARLY)
     mean = tl.load(moments_ptr + plane * C + c, mask=c_ok & (normed > 0), other=0.0)
     rstd = tl.load(moments_ptr + (planes + plane) * C + c, mask=c_ok & (normed > 0), other=1.0)
+    if RECTIFIED:
+        own = mix_ptr + tl.load(row + 1) * C + c
+        weight, bias = tl.load(own, mask=c_ok, other=0.0), tl.load(own + C, mask=c_ok, other=0.0)
     size = rows.to(tl.int64) * C
     total = tl.zeros((BLOCK, CB), dtype=tl.float32)
+    alone = tl.zeros((BLOCK, CB), dtype=tl.float32)
     begin = tl.program_id(0) * rows_each
     end = tl.minimum(begin + rows_each, rows)
     for start in range(begin, end, BLOCK):
@@ -217,9 +224,15 @@ def _combine_sums(
         if DROPS:
             g *= tl.load(factors_ptr + choice * samples + m // area, mask=m < end, other=0.0)[:, None]
         y = tl.load(buffer_ptr + plane * size + at, mask=ok, other=0.0).to(tl.float32)
+        if RECTIFIED:  # computed again from what is read anyway, so that the node's value is not read
+            g = tl.where((y - mean[None, :]) * (rstd * weight)[None, :] + bias[None, :] > 0, g, 0.0)
         total += g * tl.where(plain > 0, 1.0, (y - mean[None, :]) * rstd[None, :])
+        if BOTH:
+            alone += g
     to = partial_ptr + (tl.program_id(0) * num_terms + t) * C + c
     tl.store(to, tl.sum(total, 0), mask=c_ok)
+    if BOTH:
+        tl.store(to + C, tl.sum(alone, 0), mask=c_ok)
 
 
 @triton.jit(do_not_specialize=["num_terms", "splits"])
@@ -264,7 +277,7 @@ def _combine_finish_by_channel(
 def _combine_write(
     buffer_ptr, gradient_ptr, moments_ptr, mix_ptr, factors_ptr, sums_ptr, terms_ptr, rows, area, samples, planes, node,
     scale, C: tl.constexpr, CB: tl.constexpr, BLOCK: tl.constexpr, DROPS: tl.constexpr, BY_CHANNEL: tl.constexpr,
-    EARLY: tl.constexpr,
+    RECTIFIED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     row = terms_ptr + tl.program_id(1) * 7
     plane, own, normed = tl.load(row), tl.load(row + 1), tl.load(row + 2)
@@ -288,7 +301,10 @@ def _combine_write(
     g = tl.load(gradient_ptr + node * size + at, mask=ok, other=0.0).to(tl.float32)
     if DROPS:
         g *= tl.load(factors_ptr + choice * samples + m // area, mask=m < rows, other=0.0)[:, None]
-    y = tl.load(buffer_ptr + plane * size + at, mask=ok, other=0.0).to(tl.float32)
+    y = tl.load(buffer_ptr + plane * size + at, mask=ok & (normed > 0), other=0.0).to(tl.float32)
+    if RECTIFIED:
+        bias = tl.load(mix_ptr + (own + 1) * C + c, mask=c_ok, other=0.0)
+        g = tl.where((y - mean[None, :]) * (rstd * weight)[None, :] + bias[None, :] > 0, g, 0.0)
     inner = g - mean_g[None, :] - (y - mean[None, :]) * (rstd * mean_gy)[None, :]
     result = inner * (weight * rstd)[None, :]
     to = gradient_ptr + plane * size + at
@@ -356,7 +372,7 @@ def _dropping(buffer, factors):
     return {"area": area, "samples": buffer.shape[1], "DROPS": factors is not None}
 
 
-def combine(buffer, moments, mix, factors, node, terms):
+def combine(buffer, moments, mix, factors, node, terms, *, rectified=False):
     if not terms:
         buffer[node].zero_()
         return
@@ -368,15 +384,18 @@ def combine(buffer, moments, mix, factors, node, terms):
     _combine[(triton.cdiv(rows, block),)](
         buffer, moments, mix, mix if factors is None else factors, table(tuple(listed), buffer.device), len(terms),
         rows, planes=len(buffer), node=node, BLOCK=block, UNROLL=UNROLL, AHEAD=current_settings().reads_ahead,
-        num_warps=4, BY_CHANNEL=mix.dim() == 2,
+        num_warps=4, BY_CHANNEL=mix.dim() == 2, RECTIFIED=rectified,
         **settings,
         **_dropping(buffer, factors),
     )  # fmt: skip
 
 
-def combine_gradient(buffer, gradient, moments, mix, factors, mix_gradient, node, terms, *, by_batch, merge=None):
+def combine_gradient(
+    buffer, gradient, moments, mix, factors, mix_gradient, node, terms, *, by_batch, merge=None, rectified=False
+):
     if not terms:
         return
+    assert not rectified or (len(terms) == 1 and terms[0].normed and mix.dim() == 2)
     settings, rows = _sizes(buffer)
     c, device = buffer.shape[-1], buffer.device
     # The rows after the terms are sums of the gradient itself, one per factor that scales it.
@@ -390,15 +409,17 @@ def combine_gradient(buffer, gradient, moments, mix, factors, mix_gradient, node
     own = current_settings()
     block = _rows(settings, own.sums_values)
     # Several programs per multiprocessor.
+    # A single input and its only plain sum are computed in one pass.
+    both = len(terms) == 1 and terms[0].normed
     splits = max(1, min(triton.cdiv(rows, block), own.splits, triton.cdiv(33 * own.splits, len(reduced))))
     each = triton.cdiv(triton.cdiv(rows, splits), block) * block
     splits = triton.cdiv(rows, each)
     partial = moments.new_empty(splits, len(reduced), c)
     sums = moments.new_empty(len(reduced), c)
     listed = table(reduced, device)
-    _combine_sums[(splits, len(reduced))](
-        buffer, gradient, moments, scales, partial, listed, len(reduced), rows, each, planes=len(buffer), node=node,
-        BLOCK=block, **settings, **drops,
+    _combine_sums[(splits, 1 if both else len(reduced))](
+        buffer, gradient, moments, mix, scales, partial, listed, len(reduced), rows, each, planes=len(buffer),
+        node=node, BLOCK=block, BOTH=both, RECTIFIED=rectified, **settings, **drops,
     )  # fmt: skip
     small = min(_rows(settings, own.sums_values), triton.next_power_of_2(splits))
     shape = (len(reduced), splits)
@@ -418,9 +439,21 @@ def combine_gradient(buffer, gradient, moments, mix, factors, mix_gradient, node
         if not t.through
     )
     if written:
-        block = _rows(settings, 2048)
         scale = 1.0 / rows if by_batch else 0.0
-        _combine_write[(triton.cdiv(rows, block), len(written))](
-            buffer, gradient, moments, mix, scales, sums, table(written, device), rows, planes=len(buffer), node=node,
-            scale=scale, BLOCK=block, BY_CHANNEL=mix.dim() == 2, **settings, **drops,
-        )  # fmt: skip
+        _write_gradients(buffer, gradient, moments, mix, factors, sums, node, written, scale, rectified=rectified)
+
+
+def distribute_gradient(buffer, gradient, moments, mix, factors, node, terms):
+    written = tuple((t.plane, t.weight, 0, int(t.adds), 0, t.choice, 0) for t in terms)
+    # No sums are read for terms without norms, but the kernel needs a pointer.
+    _write_gradients(buffer, gradient, moments, mix, factors, moments, node, written, 0.0)
+
+
+def _write_gradients(buffer, gradient, moments, mix, factors, sums, node, written, scale, *, rectified=False):
+    settings, rows = _sizes(buffer)
+    block = _rows(settings, 2048)
+    _combine_write[(triton.cdiv(rows, block), len(written))](
+        buffer, gradient, moments, mix, mix if factors is None else factors, sums, table(written, buffer.device), rows,
+        planes=len(buffer), node=node, scale=scale, BLOCK=block, BY_CHANNEL=mix.dim() == 2, RECTIFIED=rectified,
+        **settings, **_dropping(buffer, factors),
+    )  # fmt: skip

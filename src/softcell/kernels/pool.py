@@ -39,7 +39,8 @@ class Leaving:
     """All outputs of a node: parts first…first+count-1 of the convolutions' input gradient, its pools, and identities.
 
     `identities`: (plane of the target node, index of the mixing weight, choice). With weights per channel, the index is
-    0: the first row of such a mix is ones. `adds`: accumulate into the node's gradient.
+    0: the first row of such a mix is ones. `adds`: accumulate into the node's gradient. `masked`: the convolutions
+    read the ReLU of the node.
     """
 
     source: int
@@ -48,6 +49,7 @@ class Leaving:
     identities: tuple[tuple[int, int, int], ...]
     pool: Pool | None
     adds: bool
+    masked: bool = True
 
 
 def pool(x: Tensor, y: Tensor, winners: Tensor, partial: Tensor | None, pools: Sequence[Pool]) -> None:
@@ -85,8 +87,9 @@ def gather_gradient(
 ) -> None:
     """dx[source] = (previous value) + [x > 0] · Σ parts + Σ factors · mix · dy[target] + gradients of the pools.
 
-    x and dx [planes, n, h, w, c]; parts [parts, n, h, w, c] float32; dy [planes, n, h', w', c]; mix [weights] or
-    [1 + 2 · norms, c]; factors [choices, n] of drop-path or None.
+    Without the factor [x > 0] where `masked` is false, which is the same for all sources. x and dx [planes, n, h, w,
+    c]; parts [parts, n, h, w, c], float32 or like x; dy [planes, n, h', w', c]; mix [weights] or [1 + 2 · norms, c];
+    factors [choices, n] of drop-path or None.
     """
     if leaving:
         kernel = triton_kernels("pool").gather_gradient if runs_triton(x) else gather_gradient_reference
@@ -105,7 +108,9 @@ def gather_gradient_reference(
 ) -> None:
     for one in leaving:
         image = x[one.source]
-        total = parts[one.first : one.first + one.count].sum(0) * (image > 0)
+        total = parts[one.first : one.first + one.count].sum(0)
+        if one.masked:
+            total = total * (image > 0)
         if one.adds:
             total = total + dx[one.source]
         for plane, weight, choice in one.identities:

@@ -70,7 +70,7 @@ def _gather_gradient(
     x_ptr, parts_ptr, dy_ptr, dx_ptr, mix_ptr, factors_ptr, winners_ptr, jobs_ptr, identities_ptr, rows, height, width,
     out_height, out_width, dy_plane, samples, C: tl.constexpr, CB: tl.constexpr, STRIDE: tl.constexpr,
     BLOCK: tl.constexpr, POOLED: tl.constexpr, LARGEST: tl.constexpr, DROPS: tl.constexpr,
-    EARLY: tl.constexpr,
+    MASKED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     job = jobs_ptr + tl.program_id(1) * 9
     source, first, count = tl.load(job), tl.load(job + 1), tl.load(job + 2)
@@ -86,8 +86,9 @@ def _gather_gradient(
     total = tl.zeros((BLOCK, CB), dtype=tl.float32)
     for part in range(first, first + count):
         total += tl.load(parts_ptr + part * size + inner, mask=ok, other=0.0)
-    x = tl.load(x_ptr + source * size + inner, mask=ok, other=0.0).to(tl.float32)
-    total = tl.where(x > 0, total, 0.0)
+    if MASKED:
+        x = tl.load(x_ptr + source * size + inner, mask=ok, other=0.0).to(tl.float32)
+        total = tl.where(x > 0, total, 0.0)
     to = dx_ptr + source * size + inner
     total += tl.load(to, mask=ok & (adds > 0), other=0.0).to(tl.float32)
     for i in range(begin, end):
@@ -143,10 +144,13 @@ def _has_maximum(pools):
 def pool(x, y, winners, partial, pools):
     rows = y[0].numel() // y.shape[-1]
     jobs = tuple((p.source, p.largest, p.average, p.slot) for p in pools)
-    _pool[(triton.cdiv(rows, TILE), len(jobs))](
+    settings = _settings(x)
+    # Statistics are computed per tile. Otherwise wide maps take fewer rows, since a tile does not fit the registers.
+    block = TILE if partial is not None else min(TILE, max(1, 8192 // settings["CB"]))
+    _pool[(triton.cdiv(rows, block), len(jobs))](
         x, y, winners, y if partial is None else partial, table(jobs, x.device), rows, x.shape[2], x.shape[3],
-        y.shape[2], y.shape[3], x[0].numel(), len(y), STRIDE=pools[0].stride, BLOCK=TILE, STATS=partial is not None,
-        LARGEST=_has_maximum(pools), num_warps=8, **_settings(x),
+        y.shape[2], y.shape[3], x[0].numel(), len(y), STRIDE=pools[0].stride, BLOCK=block, STATS=partial is not None,
+        LARGEST=_has_maximum(pools), num_warps=8, **settings,
     )  # fmt: skip
 
 
@@ -166,5 +170,5 @@ def gather_gradient(x, parts, dy, dx, mix, factors, winners, leaving):
         x, parts, dy, dx, mix, mix if factors is None else factors, winners, table(tuple(jobs), x.device),
         table(tuple(identities) or ((0, 0, 0),), x.device), rows, x.shape[2], x.shape[3], dy.shape[2], dy.shape[3],
         dy[0].numel(), x.shape[1], STRIDE=pools[0].stride if pools else 1, BLOCK=block, POOLED=bool(pools),
-        DROPS=factors is not None, LARGEST=_has_maximum(pools), **settings,
+        DROPS=factors is not None, LARGEST=_has_maximum(pools), MASKED=leaving[0].masked, **settings,
     )  # fmt: skip

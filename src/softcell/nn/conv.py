@@ -1,9 +1,9 @@
 """Convolutions and pools: candidates and blocks of DARTS, in ReLU-Conv-BN order, and inverted bottlenecks.
 
-The latter, in the order convolution, norm, ReLU6, are those of MobileNetV2 (Sandler et al., CVPR 2018), with
-squeeze-and-excitation on the expanded width as in MobileNetV3 (Howard et al., ICCV 2019). `mbconv_e6_k5` expands
-six-fold and has a 5×5 kernel; `_se` adds squeeze-and-excitation. Pools have no weights, so all outgoing edges of a node
-share one computation.
+`ConvBNReLU` has the order of NAS-Bench-101. Inverted bottlenecks, in the order convolution, norm, ReLU6, are those of
+MobileNetV2 (Sandler et al., CVPR 2018), with squeeze-and-excitation on the expanded width as in MobileNetV3 (Howard et
+al., ICCV 2019). `mbconv_e6_k5` expands six-fold and has a 5×5 kernel; `_se` adds squeeze-and-excitation. Pools have no
+weights, so all outgoing edges of a node share one computation.
 """
 
 from __future__ import annotations
@@ -47,6 +47,14 @@ class ReLUConvBN(ReLUFirst):
             nn.Conv2d(c_in, c_out, kernel, stride, kernel // 2, bias=False),
             BatchNorm2d(c_out, affine=affine),
         )
+
+
+class ConvBNReLU(nn.Sequential):
+    """k×k convolution, batch-norm, ReLU: the order of NAS-Bench-101."""
+
+    def __init__(self, c_in: int, c_out: int, kernel: int, *, stride: int = 1, affine: bool) -> None:
+        conv = nn.Conv2d(c_in, c_out, kernel, stride, kernel // 2, bias=False)
+        super().__init__(conv, BatchNorm2d(c_out, affine=affine), nn.ReLU())
 
 
 class DilatedDepthwise(nn.Conv2d):

@@ -7,7 +7,8 @@ run once for all its outgoing edges. See `softcell.spaces.execution` for the cho
 Derived cells of ReLU-convolution-norm candidates are programs of `softcell.kernels.cell` too (`AffineCell`). A node is
 Σ γ·ŷ + β over its inputs instead of the Σ w·ŷ of a mixed cell: the same program with weights per channel, the scales
 and shifts of the norms. Identities and pools without a norm have weight one. Drop-path scales γ·ŷ + β of every pick
-except identities, which are never dropped (DARTS).
+except identities, which are never dropped (DARTS). Cells whose ReLUs follow their norms are planned by
+`_rectified_plan`.
 
 These classes own no parameters: weights and running statistics stay in the modules, under their names.
 """
@@ -373,11 +374,15 @@ RunCell = Callable[[Sequence[Tensor]], list[Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class AffineCell:
-    """A derived cell's program and the modules it reads; `paths` is the number of picks that drop-path drops."""
+    """A derived cell's program and the modules it reads; `paths` is the number of picks that drop-path drops.
+
+    places: by node of the cell the position of its value in what `cell` returns; None: they are the same.
+    """
 
     cell: FusedCell
     drop_path: DropPath
     paths: int
+    places: tuple[int, ...] | None = None
 
     @property
     def norms(self) -> Norms:
@@ -391,7 +396,8 @@ class AffineCell:
         factors [1 + paths, n]: of drop-path, after a row of ones for identities; None: nothing is dropped. mix: if it
         is known (`affine_mixes`).
         """
-        return self.cell(states, affine_mixes([self])[0] if mix is None else mix, factors)
+        values = self.cell(states, affine_mixes([self])[0] if mix is None else mix, factors)
+        return values if self.places is None else [values[place] for place in self.places]
 
     def rows(self) -> list[Tensor]:
         """Ones, then the scale and shift of every norm, each [c]."""
@@ -443,14 +449,15 @@ def plan_affine(
 
 
 @contextmanager
-def fused_pass(cells: Iterable[PickedCell], x: Tensor) -> Iterator[list[RunCell]]:
+def fused_pass(cells: Iterable[PickedCell], x: Tensor, *, rectified: bool = False) -> Iterator[list[RunCell]]:
     """Yields a function that runs each cell: fused, or module by module without a fused form.
 
     Small operations run once for all cells, since each launch takes microseconds: drop-path factors are drawn and
     parameters are concatenated at the beginning, running statistics and batch counts are updated at the end. x: any
     tensor of the batch, [n, ...].
+    rectified: the cells' inputs are not negative, and their ReLUs follow their norms.
     """
-    forms = [(cell, cell.fused_affine()) for cell in cells]
+    forms = [(cell, cell.fused_rectified() if rectified else cell.fused_affine()) for cell in cells]
     counts = [cell.num_dropped() if form is None else form.paths for cell, form in forms]
     drawn = _drawn(forms[0][0].drop_path, x, counts, [form is not None for _, form in forms])
     fused = [form for _, form in forms if form is not None]

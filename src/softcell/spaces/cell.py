@@ -38,6 +38,7 @@ from softcell.spaces._executors import (
     run_fused_cell,
 )
 from softcell.spaces._fused_plan import Entry, FusedCell, Unfit, remembered_form
+from softcell.spaces._rectified_plan import plan_rectified
 from softcell.spaces._segment_plan import SegmentedCell, is_known, plan_segments
 from softcell.spaces.block import Block, calibrates
 from softcell.spaces.edges import (
@@ -231,7 +232,7 @@ class PickedCell(nn.Module):
         self._nodes = max((*cell.targets, *cell.output), default=inputs - 1) + 1
         self.spec = spec_of(0)
         self._known: dict[bool, DerivedCell | SegmentedCell | None] = {}
-        self._known_affine: dict[bool, AffineCell | None] = {}
+        self._known_affine: dict[bool, AffineCell | None] = {}  # by whether ReLUs follow the norms
         sources = sorted({pick.source for pick in cell.picks})
         inner = range(inputs, self._nodes)
         self.bottleneck = None if bottleneck == 1 else Bottleneck(sources, inner, wide=wide, narrow=self.spec)
@@ -314,13 +315,25 @@ class PickedCell(nn.Module):
 
     def fused_affine(self) -> AffineCell | None:
         """This cell of ReLU-convolution-norm picks as one operation; None if its modules run one by one."""
-        return remembered_form(self._known_affine, True, self._plan_affine)
+        return remembered_form(self._known_affine, False, self._plan_affine)
 
     def _plan_affine(self) -> AffineCell:
         spec, drop_path = self.spec, self._drop_path[0]
         if self._residual:
             raise Unfit("there is a residual between the nodes")
         return plan_affine(self._fusable(), self.inputs, self._nodes, spec.channels, spec.stride, drop_path)
+
+    def fused_rectified(self) -> AffineCell | None:
+        """This cell of convolution-norm-ReLU picks as one operation; None if its modules run one by one.
+
+        Its inputs must not be negative.
+        """
+        return remembered_form(self._known_affine, True, self._plan_rectified)
+
+    def _plan_rectified(self) -> AffineCell:
+        if self._residual:
+            raise Unfit("there is a residual between the nodes")
+        return plan_rectified(self._fusable(), self.inputs, self._nodes, self.spec.channels, self._drop_path[0])
 
     def _fusable(self) -> list[tuple[int, int, nn.Module]]:
         """Source, target and module of every pick except zeros; raises `Unfit` if nodes also have other inputs."""

@@ -35,6 +35,7 @@ from torch import Tensor, nn
 from softcell.arch import Choice, Genotype, Layout, Mix, Pick, Table, TopInputs
 from softcell.errors import UserError
 from softcell.nn.candidates import Spec, candidate, get_candidate
+from softcell.nn.conv import ConvBNReLU
 from softcell.nn.norm import BatchNorm2d
 from softcell.spaces._executors import RunCell, fused_pass
 from softcell.spaces.base import Network, Shape, Space, Supernet, global_pool, register_space
@@ -45,14 +46,6 @@ from softcell.spaces.execution import plan_network
 OPERATIONS = ("conv_1x1", "conv_3x3", "max_pool_3x3")
 GAP, LINK, LAST = "none", "skip_connect", "link_1x1"
 STACKS = 3
-
-
-class ConvBNReLU(nn.Sequential):
-    """k×k convolution, batch-norm, ReLU: the order of NAS-Bench-101."""
-
-    def __init__(self, c_in: int, c_out: int, kernel: int, *, stride: int = 1, affine: bool) -> None:
-        conv = nn.Conv2d(c_in, c_out, kernel, stride, kernel // 2, bias=False)
-        super().__init__(conv, BatchNorm2d(c_out, affine=affine), nn.ReLU())
 
 
 @candidate("conv_1x1")
@@ -219,6 +212,8 @@ class OneShot1Supernet(Supernet):
 
 
 class OneShot1Network(Network):
+    needs_dry_pass = True
+
     def __init__(
         self, space: _OneShot1, genotype: Genotype, shape: Shape, num_classes: int, *, search_form: bool
     ) -> None:
@@ -233,12 +228,11 @@ class OneShot1Network(Network):
     def features(self, x: Tensor) -> list[Tensor]:
         if not plan_network(x):
             return self._run(x, list(self.cells))
-        # Cells have no fused form: their ReLUs follow norms, while those of the kernels precede convolutions.
-        with fused_pass(self.cells, x) as cells:  # type: ignore[arg-type]
+        with fused_pass(self.cells, x, rectified=True) as cells:  # type: ignore[arg-type]
             return self._run(x, cells)
 
     def has_fused_cells(self) -> list[bool]:
-        return [False] * len(self.cells)
+        return [isinstance(cell, PickedCell) and cell.fused_rectified() is not None for cell in self.cells]
 
     def _run(self, x: Tensor, cells: Sequence[RunCell]) -> list[Tensor]:
         x = self.frame.stem(x)
