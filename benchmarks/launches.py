@@ -90,17 +90,21 @@ class _Local:
 
     def __init__(self, counter: _Counter) -> None:
         self._counter = counter
-        self.forward = counter.as_kernel("local", 1, self._forward)
+        self.forward = counter.as_kernel("local", 2, self._forward)  # embeddings are joined first
 
-    def _forward(self, packed: Tensor, rows: Tensor, columns: Tensor) -> tuple[Tensor, Tensor]:
-        return packed.new_zeros(*packed.shape[:3], packed.shape[3] // 3), packed.new_zeros(1)
+    def _forward(self, packed: Tensor, rows: Tensor, columns: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        embeddings = torch.cat([rows.permute(2, 0, 1), columns.permute(2, 0, 1)])
+        return packed.new_zeros(*packed.shape[:3], packed.shape[3] // 3), packed.new_zeros(1), embeddings
 
-    def backward(self, packed: Tensor, rows: Tensor, columns: Tensor, *rest: Tensor, positions: bool) -> Any:
+    def backward(
+        self, packed: Tensor, y: Tensor, lse: Tensor, embeddings: Tensor, dy: Tensor, *, positions: bool
+    ) -> Any:
         def run() -> tuple[Tensor, Tensor, Tensor]:
-            return torch.zeros_like(packed), torch.zeros_like(rows), torch.zeros_like(columns)
+            rows, columns = torch.zeros_like(embeddings).permute(1, 2, 0).chunk(2, 2)
+            return torch.zeros_like(packed), rows, columns
 
-        # Queries, keys and values in two kernels; positions in one, and three sums.
-        return self._counter.as_kernel("local_gradient", 6 if positions else 2, run)()
+        # Queries and positions in one kernel, keys and values in another; a sum of positions.
+        return self._counter.as_kernel("local_gradient", 3 if positions else 2, run)()
 
 
 class _Indicator:
