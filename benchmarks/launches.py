@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.steps import Case, batch, step, step_state
 from benchmarks.traffic import is_view
-from softcell.kernels import calibrate, indicator, local, mix
+from softcell.kernels import calibrate, indicator, local, mix, rows
 from softcell.kernels import cell as kernels
 from softcell.nn import attention
 from softcell.nn import calibrate as calibrations
@@ -100,11 +100,25 @@ class _Local:
         self, packed: Tensor, y: Tensor, lse: Tensor, embeddings: Tensor, dy: Tensor, *, positions: bool
     ) -> Any:
         def run() -> tuple[Tensor, Tensor, Tensor]:
-            rows, columns = torch.zeros_like(embeddings).permute(1, 2, 0).chunk(2, 2)
+            rows, columns = (one.contiguous() for one in embeddings.permute(1, 2, 0).chunk(2, 2))
             return torch.zeros_like(packed), rows, columns
 
         # Queries and positions in one kernel, keys and values in another; a sum of positions.
         return self._counter.as_kernel("local_gradient", 3 if positions else 2, run)()
+
+
+class _Rows:
+    """Stand-in for the kernels of norms with what follows them: counts their launches and returns zeros."""
+
+    def __init__(self, counter: _Counter) -> None:
+        self.forward = counter.as_kernel("rows", 3, self._forward)
+        self.backward = counter.as_kernel("rows_gradient", 3, self._backward)
+
+    def _forward(self, z: Tensor, *more: Any) -> tuple[Tensor, Tensor]:
+        return torch.zeros_like(z), torch.zeros(3, z.shape[3])
+
+    def _backward(self, z: Tensor, *more: Any) -> tuple[Tensor, Tensor]:
+        return torch.zeros_like(z), torch.zeros(2, z.shape[3])
 
 
 class _Indicator:
@@ -208,8 +222,9 @@ def as_on_a_gpu(counter: _Counter, *, together: bool) -> Iterator[None]:
                 stack.enter_context(patch.object(module, name, counter.as_kernel(name, count, getattr(module, name))))
         stack.enter_context(patch.object(execution, "kernels_serve", lambda x: True))
         stack.enter_context(patch.object(execution, "grouping_blocks_pays", lambda x: together))
-        for module in (attention, local):
+        for module in (attention, local, rows):
             stack.enter_context(patch.object(module, "runs_triton", lambda x: True))
+        stack.enter_context(patch.object(rows, "triton_kernels", lambda family: _Rows(counter)))
         stack.enter_context(patch.object(local, "triton_kernels", lambda family: _Local(counter)))
         stack.enter_context(patch.object(indicator, "fits", lambda x, form: True))
         stack.enter_context(patch.object(indicator, "triton_kernels", lambda family: _Indicator(counter)))

@@ -240,4 +240,7 @@ def backward(packed, y, lse, embeddings, dy, *, positions=True):
         _backward_keys[(programs,)](*given, K=extent, **settings)
     if not positions:
         return out, None, None
-    return out, *partial.sum(0).permute(1, 2, 0).split(extent, 2)
+    # In the memory order of parameters, which autograd would otherwise copy.
+    sums = torch.empty(2, heads, d, extent, dtype=torch.float32, device=packed.device)
+    torch.sum(partial.view(-1, 2, extent, heads, d), 0, out=sums.permute(0, 3, 1, 2))
+    return out, *sums.unbind()

@@ -85,11 +85,14 @@ class _Normed(torch.autograd.Function):
         ctx.save_for_backward(z, weight, bias, factors, moments)
         ctx.has_shortcut, ctx.eps, ctx.relu = shortcut is not None, eps, relu
         mean, _, variance = moments.unbind()
+        ctx.set_materialize_grads(False)  # zeros for the statistics would be two launches
         ctx.mark_non_differentiable(mean, variance)
         return y.permute(0, 3, 1, 2), mean, variance
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor, *_: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor | None, *_: Tensor | None) -> tuple[Tensor | None, ...]:
+        if grad is None:
+            return (None,) * 7
         z, weight, bias, factors, moments = ctx.saved_tensors
         back = grad if ctx.has_shortcut else None
         if torch.is_grad_enabled():  # only the twin supports second derivatives
