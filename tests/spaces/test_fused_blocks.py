@@ -12,7 +12,10 @@ from torch import Tensor, nn
 
 from softcell.arch import Cell, Genotype, Pick, sample
 from softcell.kernels.backend import runs_triton
-from softcell.nn.fused_blocks import fits
+from softcell.nn import fused_blocks
+from softcell.nn.attention import LocalAttention, local_block
+from softcell.nn.candidates import Spec
+from softcell.nn.fused_blocks import FusedBlocks, fits
 from softcell.nn.stochastic import DropPath
 from softcell.spaces import Network, execution
 from softcell.spaces.cell import PickedChain
@@ -79,6 +82,28 @@ def test_fused_blocks_equal_their_modules(
     network = made(seed, drop=drop, search_form=search_form)
     assert network.has_fused_cells() == [True] * 5
     require_equal(network, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("channels", "heads", "missing"),
+    [(48, 8, 0), (48, 4, 2), (96, 8, 2), (96, 4, 4), (128, 8, 0), (80, 4, 0), (160, 4, 4)],
+)
+def test_heads_filled_up_change_nothing(
+    channels: int, heads: int, missing: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fused_blocks, "PADDED_FROM", 2 * 5 * 4 * 9)
+    torch.manual_seed(0)
+    block = local_block(Spec(channels, channels_in=6), 3, heads).double()
+    assert isinstance(block.attention, LocalAttention)
+    x, own = torch.randn(2, 6, 5, 4, dtype=torch.float64), list(block.parameters())
+    sizes = (channels // 2, 5, 4)
+    assert fused_blocks._missing(block.attention, x.new_zeros(2, *sizes)) == missing
+    assert fused_blocks._missing(block.attention, x.new_zeros(1, *sizes)) == 0
+    found, expected = FusedBlocks([block], torch.float64).run(block, x), block(x)
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+    gradients = (torch.autograd.grad(y.square().sum(), own) for y in (found, expected))
+    for a, b in zip(*gradients, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
 
 
 def test_layers_with_several_blocks_and_frozen_norms(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
     weights       of all blocks converted to the precision of the step by two launches, their gradients back by a few
     norms         with the ReLU, or the drop-path and the shortcut, that follows them (`kernels.rows`)
     statistics    of all norms updated at the end of the forward pass (`updates_together`, which the caller opens)
+    heads         of local attention filled up with zeros to a multiple of eight channels where a map is large
 
 A kept sample of a dropped block is x + (y − x) / p with y = norm(z) + x: x + norm(z) / p without computing y.
 """
@@ -17,9 +18,14 @@ from torch import Tensor, nn
 
 from softcell.kernels.rows import normed
 from softcell.kernels.shared import shares_norms
-from softcell.nn.attention import AttentionBlock
+from softcell.nn.attention import AttentionBlock, LocalAttention
 from softcell.nn.norm import update_running_by_plane
 from softcell.nn.stack import block_key, flat
+
+EIGHT = 8
+"""Channels of a head that a thread of the kernels loads at once; heads of 6 or 12 channels are loaded in parts."""
+PADDED_FROM = 2**19
+"""Pixels times neighbours from which filling up heads saves more time than its dozen launches take."""
 
 
 class FusedBlocks:
@@ -57,7 +63,14 @@ class FusedBlocks:
         attention, (reduce, packed, project, expand, *widen) = block.attention, self._weights[id(block)]
         x = x.to(self._dtype)
         y = _norm(F.conv2d(x, reduce), block.reduce, relu=True)
-        y = attention.attend(F.conv2d(y, packed), *attention.embeddings())
+        embeddings = attention.embeddings()
+        if isinstance(attention, LocalAttention) and (zeros := _missing(attention, y)):
+            heads, c = attention.heads, attention.width
+            # Zeros add nothing to a product, and are what the values of these channels become.
+            packed = F.pad(packed.view(3 * heads, -1, c), (0, 0, 0, zeros)).view(-1, c, 1, 1)
+            project = F.pad(project.view(c, heads, -1), (0, zeros)).view(c, -1, 1, 1)
+            embeddings = tuple(F.pad(part, (0, 0, 0, zeros)) for part in embeddings)
+        y = attention.attend(F.conv2d(y, packed), *embeddings)
         z = F.conv2d(F.relu(F.conv2d(y, project)), expand)
         shortcut = block.pool(x)
         if widen:
@@ -73,6 +86,14 @@ def fits(block: nn.Module) -> bool:
     if block_key(block) is None or shares_norms():
         return False
     return all(norm.training for norm in block.modules() if isinstance(norm, nn.BatchNorm2d))
+
+
+def _missing(attention: LocalAttention, x: Tensor) -> int:
+    """Channels by which each head is filled up: none if that adds more than a third, or the map is small."""
+    d = attention.width // attention.heads
+    missing = -d % EIGHT
+    pixels = x.numel() // attention.width
+    return missing if 3 * missing <= d and pixels * attention.extent**2 >= PADDED_FROM else 0
 
 
 def _groups(block: nn.Module) -> list[Sequence[nn.Conv2d]]:
