@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.steps import Case, batch, step, step_state
 from benchmarks.traffic import is_view
-from softcell.kernels import calibrate, indicator, library, local, mix
+from softcell.kernels import calibrate, indicator, library, local, mix, rows
 from softcell.kernels import cell as kernels
 from softcell.nn import attention
 from softcell.nn import calibrate as calibrations
@@ -91,17 +91,35 @@ class _Local:
 
     def __init__(self, counter: _Counter) -> None:
         self._counter = counter
-        self.forward = counter.as_kernel("local", 1, self._forward)
+        self.forward = counter.as_kernel("local", 2, self._forward)  # embeddings are joined first
 
-    def _forward(self, packed: Tensor, rows: Tensor, columns: Tensor) -> tuple[Tensor, Tensor]:
-        return packed.new_zeros(*packed.shape[:3], packed.shape[3] // 3), packed.new_zeros(1)
+    def _forward(self, packed: Tensor, rows: Tensor, columns: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        embeddings = torch.cat([rows.permute(2, 0, 1), columns.permute(2, 0, 1)])
+        return packed.new_zeros(*packed.shape[:3], packed.shape[3] // 3), packed.new_zeros(1), embeddings
 
-    def backward(self, packed: Tensor, rows: Tensor, columns: Tensor, *rest: Tensor, positions: bool) -> Any:
+    def backward(
+        self, packed: Tensor, y: Tensor, lse: Tensor, embeddings: Tensor, dy: Tensor, *, positions: bool
+    ) -> Any:
         def run() -> tuple[Tensor, Tensor, Tensor]:
-            return torch.zeros_like(packed), torch.zeros_like(rows), torch.zeros_like(columns)
+            rows, columns = (one.contiguous() for one in embeddings.permute(1, 2, 0).chunk(2, 2))
+            return torch.zeros_like(packed), rows, columns
 
-        # Queries, keys and values in two kernels; positions in one, and three sums.
-        return self._counter.as_kernel("local_gradient", 6 if positions else 2, run)()
+        # Queries and positions in one kernel, keys and values in another; a sum of positions.
+        return self._counter.as_kernel("local_gradient", 3 if positions else 2, run)()
+
+
+class _Rows:
+    """Stand-in for the kernels of norms with what follows them: counts their launches and returns zeros."""
+
+    def __init__(self, counter: _Counter) -> None:
+        self.forward = counter.as_kernel("rows", 3, self._forward)
+        self.backward = counter.as_kernel("rows_gradient", 3, self._backward)
+
+    def _forward(self, z: Tensor, *more: Any) -> tuple[Tensor, Tensor]:
+        return torch.zeros_like(z), torch.zeros(3, z.shape[3])
+
+    def _backward(self, z: Tensor, *more: Any) -> tuple[Tensor, Tensor]:
+        return torch.zeros_like(z), torch.zeros(2, z.shape[3])
 
 
 class _Indicator:
@@ -205,8 +223,9 @@ def as_on_a_gpu(counter: _Counter, *, together: bool) -> Iterator[None]:
                 stack.enter_context(patch.object(module, name, counter.as_kernel(name, count, getattr(module, name))))
         stack.enter_context(patch.object(execution, "kernels_serve", lambda x: True))
         stack.enter_context(patch.object(execution, "grouping_blocks_pays", lambda x: together))
-        for module in (attention, local):
+        for module in (attention, local, rows):
             stack.enter_context(patch.object(module, "runs_triton", lambda x: True))
+        stack.enter_context(patch.object(rows, "triton_kernels", lambda family: _Rows(counter)))
         stack.enter_context(patch.object(local, "triton_kernels", lambda family: _Local(counter)))
         stack.enter_context(patch.object(indicator, "fits", lambda x, form: True))
         stack.enter_context(patch.object(indicator, "triton_kernels", lambda family: _Indicator(counter)))

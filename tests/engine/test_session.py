@@ -13,7 +13,6 @@ from pathlib import Path
 import numpy
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from softcell.engine.session import (
@@ -189,15 +188,25 @@ def test_a_search_in_bfloat16_ends_near_one_in_float32(tmp_path: Path, method: s
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, and torch finds none")
-@pytest.mark.parametrize("stride", [1, 2])
-def test_the_average_pool_has_the_gradient_of_the_cpu_on_a_gpu(stride: int) -> None:
-    pool = AveragePool(3, stride, 1, count_include_pad=False)
-    x = torch.randn(2, 4, 8, 6, dtype=torch.float64).contiguous(memory_format=torch.channels_last)
+@pytest.mark.parametrize(
+    "pool",
+    [
+        AveragePool(3, 1, 1, count_include_pad=False),
+        AveragePool(3, 2, 1, count_include_pad=False),
+        AveragePool(2, 2, ceil_mode=True, count_include_pad=False),
+    ],
+    ids=["stride 1", "stride 2", "without padding"],
+)
+def test_the_average_pool_has_the_gradient_of_the_cpu_on_a_gpu(pool: AveragePool) -> None:
+    x = torch.randn(2, 4, 9, 6, dtype=torch.float64).contiguous(memory_format=torch.channels_last)
     here, there = x.clone().requires_grad_(), x.cuda().requires_grad_()
-    grad = torch.randn_like(F.avg_pool2d(x, 3, stride, 1))
-    (expected,) = torch.autograd.grad(pool(here), here, grad)
+    y = pool(here)
+    grad = torch.randn_like(y)
+    (expected,) = torch.autograd.grad(y, here, grad)
     (found,) = torch.autograd.grad(pool(there), there, grad.cuda())
     torch.testing.assert_close(found.cpu(), expected)
+    if pool.padding == 0:
+        assert found.is_contiguous(memory_format=torch.channels_last)
 
 
 FAULTS = """

@@ -120,22 +120,21 @@ class _Fused(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, packed: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
         inner = packed.permute(0, 2, 3, 1).contiguous()
-        exact = [t.float().contiguous() for t in (rows, columns)]
-        y, lse = triton_kernels("local").forward(inner, *exact)
-        ctx.save_for_backward(packed, rows, columns, y, lse)
+        exact = [t.float() for t in (rows, columns)]
+        y, *kept = triton_kernels("local").forward(inner, *exact)
+        ctx.save_for_backward(packed, rows, columns, y, *kept)
         return y.permute(0, 3, 1, 2)  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        packed, rows, columns, y, lse = ctx.saved_tensors
+        packed, rows, columns, y, *kept = ctx.saved_tensors
         if torch.is_grad_enabled():  # only the twin supports second derivatives
             dpacked, drows, dcolumns = by_twin(lambda *own: [_plainly(*own)], (packed, rows, columns), [grad])
             return dpacked, drows, dcolumns
         inner = packed.permute(0, 2, 3, 1).contiguous()
-        exact = [t.float().contiguous() for t in (rows, columns)]
         dy = grad.permute(0, 2, 3, 1).to(packed.dtype).contiguous()
-        positions = is_wanted(ctx, 1) or is_wanted(ctx, 2)  # architecture steps need no gradient of these
-        out, drows, dcolumns = triton_kernels("local").backward(inner, *exact, y, lse, dy, positions=positions)
-        if not positions:
+        wanted = is_wanted(ctx, 1) or is_wanted(ctx, 2)  # architecture steps need no gradient of these
+        out, drows, dcolumns = triton_kernels("local").backward(inner, y, *kept, dy, positions=wanted)
+        if not wanted:
             return out.permute(0, 3, 1, 2), None, None
         return out.permute(0, 3, 1, 2), drows.to(rows.dtype), dcolumns.to(columns.dtype)

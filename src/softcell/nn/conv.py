@@ -399,11 +399,12 @@ class AveragePool(nn.AvgPool2d):
     """`nn.AvgPool2d` with a correct gradient on every device.
 
     On CUDA, torch's own is wrong for channels-last inputs with padding (pytorch issue 188344, seen in 2.11), so the
-    input is made channels-first there.
+    input is made channels-first there. Without padding it is correct, and everything before the pool gets a
+    channels-last gradient.
     """
 
     def forward(self, input: Tensor) -> Tensor:
-        return super().forward(input.contiguous() if input.is_cuda else input)
+        return super().forward(input.contiguous() if input.is_cuda and self.padding != 0 else input)
 
 
 _WINDOWS: dict[tuple[int, int, torch.device, torch.dtype], Tensor] = {}

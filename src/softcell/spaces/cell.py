@@ -21,6 +21,7 @@ from softcell.errors import UserError
 from softcell.kernels.norm import scaled
 from softcell.nn.calibrate import Calibration
 from softcell.nn.candidates import Spec
+from softcell.nn.fused_blocks import FusedBlocks
 from softcell.nn.norm import recomputed
 from softcell.nn.stack import run_alike, run_blocks
 from softcell.nn.stochastic import DropPath
@@ -405,19 +406,30 @@ class PickedChain(PickedCell):
         super().__init__(cell, 1, spec_of, drop_path)
         self._keeps = tuple(_keeps_shape(spec_of(layer)) for layer in range(len(self.layers)))
 
-    def forward(self, states: Sequence[Tensor], factors: Tensor | None = None) -> list[Tensor]:
-        assert factors is None, "chains draw their own"
-        values = list(states)
+    def num_dropped(self) -> int:
+        """The number of layers that drop-path may drop: those that keep the shape of their input."""
+        return sum(self._keeps)
+
+    def forward(
+        self, states: Sequence[Tensor], factors: Tensor | None = None, blocks: FusedBlocks | None = None
+    ) -> list[Tensor]:
+        """Values of the first node to those of all nodes, each [n, c, h, w].
+
+        factors [num_dropped, n]: of drop-path, drawn in advance; None: each is drawn when needed. blocks: runs blocks
+        with fewer launches.
+        """
+        rows, values = iter(range(self.num_dropped())), list(states)
         for picks, keeps in zip(self.layers, self._keeps, strict=True):
-            x, y = values[-1], None
-            for pick in picks:
-                module = self.edges.module(pick)
-                assert module is not None  # `check_chain` rejects `none`
-                y = module(x) if y is None else y + module(x)
-            assert y is not None
+            x, modules = values[-1], [self.edges.module(pick) for pick in picks]
+            row = next(rows) if keeps else None
+            if blocks is not None and len(modules) == 1:
+                values.append(blocks.run(modules[0], x, None if factors is None or row is None else factors[row]))
+                continue
+            assert None not in modules  # `check_chain` rejects `none`
+            y = sum_of([module(x) if blocks is None else blocks.run(module, x) for module in modules if module])
             # If nothing is dropped, x + (y - x) would only add a rounding error.
-            if keeps and self.training and self._drop_path[0].probability > 0:
-                y = x + self._drop_path[0](y - x)
+            if row is not None and self.training and self._drop_path[0].probability > 0:
+                y = x + (self._drop_path[0](y - x) if factors is None else scaled(y - x, factors, row))
             values.append(y)
         return values
 

@@ -17,6 +17,7 @@ followed by average pooling, so that stage 1 is at most 56×56.
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -25,11 +26,15 @@ from torch import Tensor, nn
 
 from softcell.arch import Choice, Genotype, Layout, Mix, StrongestEach, Table, derive
 from softcell.errors import UserError
-from softcell.nn.attention import EXTENTS, HEADS, local_block, local_name
+from softcell.nn.attention import EXTENTS, HEADS, AttentionBlock, local_block, local_name
 from softcell.nn.candidates import Spec, get_candidate
 from softcell.nn.conv import AveragePool
+from softcell.nn.fused_blocks import FusedBlocks
+from softcell.nn.norm import updates_together
+from softcell.nn.stack import block_key
 from softcell.spaces.base import Network, Shape, Space, Supernet, global_pool, register_space
 from softcell.spaces.cell import MixedChain, PickedChain, check_chain
+from softcell.spaces.execution import compute_type, plan_network
 
 CANDIDATES = (*(local_name(k, h) for k in EXTENTS for h in HEADS), "non_local_sa")
 WIDTHS = (1, 2, 2, 4, 4)
@@ -270,13 +275,33 @@ class FullAttentionNetwork(Network):
         self._is_last = _last_of_resolution(stages)
 
     def features(self, x: Tensor) -> list[Tensor]:
-        x = self.skeleton.begin(x)
+        if not (self.training and plan_network(x)):
+            return self._run(self.skeleton.begin(x), None, [None] * len(self.cells))
+        blocks = FusedBlocks([m for m in self.modules() if isinstance(m, AttentionBlock)], compute_type(x))
+        counts = [cell.num_dropped() for cell in self._chains()]
+        factors: Sequence[Tensor | None] = [None] * len(counts)
+        if self.drop_path.probability > 0:
+            factors = torch.split(self.drop_path.factors(x, sum(counts)), counts)
+        with updates_together():
+            return self._run(self.skeleton.shrink(blocks.run(self.skeleton.stem, x)), blocks, factors)
+
+    def _chains(self) -> list[PickedChain]:
+        return [cell for cell in self.cells if isinstance(cell, PickedChain)]
+
+    def _run(self, x: Tensor, blocks: FusedBlocks | None, factors: Sequence[Tensor | None]) -> list[Tensor]:
         found = []
-        for cell, is_last in zip(self.cells, self._is_last, strict=True):
-            x = cell([x])[-1]
+        for cell, own, is_last in zip(self._chains(), factors, self._is_last, strict=True):
+            x = cell([x], own, blocks)[-1]
             if is_last:
                 found.append(x)
         return found
+
+    def has_fused_cells(self) -> list[bool]:
+        """All layers of a cell train fused if they have norms; evaluation runs module by module."""
+        return [
+            all(block_key(m) is not None for m in cell.modules() if isinstance(m, AttentionBlock))
+            for cell in self.cells
+        ]
 
     def head(self, features: Tensor) -> Tensor:
         return self.skeleton.head(features)
