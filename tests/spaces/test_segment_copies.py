@@ -18,10 +18,12 @@ from benchmarks.training_launches import launches
 from softcell.arch import notation, sample
 from softcell.kernels.derived import derived_cell, derived_cell_reference, derived_nodes
 from softcell.nn.calibrate import ChannelAttention, SpatialAttention, calibrated
+from softcell.nn.candidates import Spec, get_candidate
 from softcell.nn.conv import concatenated
 from softcell.nn.stack import flat
-from softcell.nn.stochastic import fixed_noise
+from softcell.nn.stochastic import DropPath, fixed_noise
 from softcell.spaces import Network, build_space
+from softcell.spaces._derived_plan import DerivedPass, Pick, plan_derived
 from softcell.spaces.execution import fused_networks, modules_only
 from tests.helpers.picked_cells import require_close
 from tests.helpers.segmented_cells import CELLS, Segmented, factors_of, inputs_of, outcome
@@ -51,6 +53,23 @@ def test_cells_equal_their_modules(name: str, stride: int, training: bool, nan_m
     states, factors = inputs_of(cell, 3, (6, 5)), factors_of(cell, 3) if training else None
     mine, theirs = (outcome(cell, states, factors, fused=fused) for fused in (True, False))
     require_close(mine, theirs, 1e-9)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_norms_without_weights_have_running_statistics(training: bool, nan_memory: None) -> None:
+    """A part of pools whose norms have no scale and shift has no parameters at all."""
+    pool = get_candidate("avg_pool_3x3").build(Spec(4, affine=False, pool_norm=True)).double().train(training)
+    norm = pool[1]  # type: ignore[index]
+    norm.running_mean.uniform_(-1, 1)
+    norm.running_var.uniform_(0.5, 2)
+    x, theirs = torch.randn(3, 4, 6, 5).double(), copy.deepcopy(pool)
+    cell = plan_derived([None], [Pick(0, 1, pool)], 1, 4, 1, DropPath(0.0))
+    shared = DerivedPass([cell], x)
+    [node] = shared.run_nodes(cell, [x], None)
+    shared.finish()
+    torch.testing.assert_close(node, theirs(x))
+    for a, b in zip(pool.buffers(), theirs.buffers(), strict=True):
+        torch.testing.assert_close(a, b)
 
 
 def network_of(space: str, seed: int, *, auxiliary: bool = True, **settings: Any) -> Network:
