@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -173,6 +174,24 @@ def test_gradients_of_readers_are_added(arrived: tuple[int, ...], cell: Any, nan
         torch.testing.assert_close(a, b)
 
 
+def test_a_cell_without_a_gradient_passes_none_on(cell: Any) -> None:
+    program, states, parameters = cell
+    [out, _] = derived_cell(program, torch.float64, parameters, None, None, *states)
+
+    class Ended(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.sum()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> None:
+            return None
+
+    given = [*states, parameters]
+    ended = Ended.apply(out)  # type: ignore[no-untyped-call]
+    assert torch.autograd.grad(ended, given, allow_unused=True) == (None,) * len(given)
+
+
 @pytest.mark.parametrize("arrived", [(0,), (1,), (0, 1), (0, 1, 2)])
 @pytest.mark.parametrize("again", [False, True])
 @pytest.mark.parametrize(("c", "dtype"), [(3, torch.float64), (4, torch.float32), (3, torch.float32)])
@@ -196,6 +215,42 @@ def test_concatenated_maps_get_the_sum_of_the_gradients_of_readers(
     if again and 0 in arrived:
         (twice,) = torch.autograd.grad(mine[0].square().sum(), pulls[0])
         torch.testing.assert_close(twice[:, :c], 2 * mine[0])
+
+
+@pytest.mark.parametrize(
+    "of",
+    [
+        lambda x: x,
+        lambda x: x.contiguous(),
+        lambda x: torch.cat([x, x[:, :1]], 1).to(memory_format=torch.channels_last)[:, :4],
+        lambda x: torch.cat([x, x], 1).to(memory_format=torch.channels_last)[:, 1:5],
+        lambda x: torch.cat([x, x], 1).to(memory_format=torch.channels_last)[:, 2:6],
+        lambda x: x[:, :3],
+        lambda x: x[:, :, ::2, ::2],
+        lambda x: x.contiguous()[..., ::2],
+        lambda x: x[:1].expand_as(x),
+    ],
+    ids=[
+        "dense",
+        "channels first",
+        "odd rows",
+        "odd offset",
+        "even offset",
+        "odd width",
+        "strided",
+        "strided rows",
+        "repeated",
+    ],
+)
+def test_concatenated_maps_and_their_gradients_may_have_any_layout(of: Callable[[Tensor], Tensor]) -> None:
+    """Float32 maps are copied as words of two channels only where all rows begin at a whole word."""
+    maps = [of(torch.randn(2, 4, 4, 6).to(memory_format=torch.channels_last)).requires_grad_() for _ in range(2)]
+    [out], plain = concatenated(maps, 1), torch.cat(maps, 1)
+    assert torch.equal(out, plain) and out.is_contiguous(memory_format=torch.channels_last)
+    pull = of(torch.randn(2, 4, 4, 6).to(memory_format=torch.channels_last)).repeat_interleave(2, 1)
+    for own in (pull, pull.to(memory_format=torch.channels_last), torch.cat([pull, pull], 1)[:, 1 : 1 + len(pull[0])]):
+        for a, b in zip(torch.autograd.grad(out, maps, own, retain_graph=True), own.chunk(2, 1), strict=True):
+            assert torch.equal(a, b) and a.is_contiguous(memory_format=torch.channels_last)
 
 
 def test_concatenated_maps_may_have_several_dtypes() -> None:
