@@ -194,7 +194,10 @@ def test_a_cell_without_a_gradient_passes_none_on(cell: Any) -> None:
 
 @pytest.mark.parametrize("arrived", [(0,), (1,), (0, 1), (0, 1, 2)])
 @pytest.mark.parametrize("again", [False, True])
-@pytest.mark.parametrize(("c", "dtype"), [(3, torch.float64), (4, torch.float32), (3, torch.float32)])
+@pytest.mark.parametrize(
+    ("c", "dtype"),
+    [(3, torch.float64), (4, torch.float32), (3, torch.float32), (4, torch.bfloat16), (6, torch.bfloat16)],
+)
 def test_concatenated_maps_get_the_sum_of_the_gradients_of_readers(
     c: int, dtype: torch.dtype, arrived: tuple[int, ...], again: bool
 ) -> None:
