@@ -213,19 +213,30 @@ def reading(record: Mapping[str, Any]) -> str:
 
 
 def _against_random_search(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The methods that are better than random search after the same device seconds, and the others."""
+    """The methods that are better or worse than random search after the same device seconds, and those in between."""
     timed = [one for one in rows if one["random"] is not None]
-    better, others = [], []
+    better, close, worse = [], [], []
     for one in sorted(timed, key=lambda one: -one["accuracies"]["cifar10_test"]["mean"]):
-        mean, random = one["accuracies"]["cifar10_test"]["mean"], one["random"]["mean"]
-        (better if mean > random else others).append(f"{LABELS[one['arm']]} ({mean:.2f} against {random:.2f})")
+        own, random = one["accuracies"]["cifar10_test"], one["random"]
+        lead, error = own["mean"] - random["mean"], _error_of_difference(own, random)
+        group = close if error is None or abs(lead) < 2 * error else better if lead > 0 else worse
+        group.append(f"{LABELS[one['arm']]} ({own['mean']:.2f} against {random['mean']:.2f})")
     if not timed:
         return []
     seeds = max(one["random"]["n"] for one in timed)
     return [
-        f"- better than random search in the same device time ({seeds} seeds): {'; '.join(better) or 'none'}",
-        f"- no better than that: {'; '.join(others) or 'none'}",
+        f"- better than random search in the same device time ({seeds} seeds), by two standard errors of the "
+        f"difference or more: {'; '.join(better) or 'none'}",
+        f"- not clearly different from it: {'; '.join(close) or 'none'}",
+        f"- worse than it, by two standard errors or more: {'; '.join(worse) or 'none'}",
     ]
+
+
+def _error_of_difference(first: Mapping[str, Any], second: Mapping[str, Any]) -> float | None:
+    """The standard error of the difference of two means; None if one has a single seed."""
+    if first["std"] is None or second["std"] is None:
+        return None
+    return math.hypot(first["std"] / math.sqrt(first["n"]), second["std"] / math.sqrt(second["n"]))
 
 
 def _the(name: str) -> str:
