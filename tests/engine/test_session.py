@@ -31,6 +31,7 @@ from softcell.engine.session import (
 from softcell.errors import UserError
 from softcell.nn.conv import AveragePool
 from softcell.search import resolve, search
+from tests.helpers.kernel_runs import without_tf32
 
 CPU = torch.device("cpu")
 
@@ -70,6 +71,9 @@ def test_deterministic_and_tf32_switch_all_of_torchs_switches(monkeypatch: pytes
     assert not cudnn.deterministic
     for allowed in (True, False):
         set_tf32(allowed)
+        assert (torch.backends.cuda.matmul.allow_tf32, cudnn.allow_tf32) == (allowed, allowed)
+        with without_tf32():  # what tests of kernels use
+            assert (torch.backends.cuda.matmul.allow_tf32, cudnn.allow_tf32) == (False, False)
         assert (torch.backends.cuda.matmul.allow_tf32, cudnn.allow_tf32) == (allowed, allowed)
 
 

@@ -58,7 +58,7 @@ def test_a_recorded_pass_equals_an_eager_one() -> None:
         torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-2)
 
 
-def test_a_fused_network_equals_its_modules_in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fused_network_equals_its_modules_in_float64() -> None:
     """In float32 and with the paper's sizes, all gradients and running statistics."""
     torch.manual_seed(0)
     network = build_space("nb201", {}).network(notation.parse(BEST), (3, 32, 32), 10).cuda().train()
@@ -68,4 +68,4 @@ def test_a_fused_network_equals_its_modules_in_float64(monkeypatch: pytest.Monke
         logits = own(images)
         return logits, logits.square().mean()
 
-    require_fused_network(network, run, monkeypatch)
+    require_fused_network(network, run)

@@ -71,14 +71,14 @@ def test_a_recorded_pass_equals_an_eager_one(seed: int) -> None:
         torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-2)
 
 
-def test_a_fused_network_equals_its_modules_in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fused_network_equals_its_modules_in_float64() -> None:
     """In float32 and with the widths of the paper, all gradients and running statistics."""
 
     def run(own: Any, images: Tensor) -> tuple[Tensor, Tensor]:
         logits, auxiliary = own.forward_with_auxiliary(images)
         return logits, logits.square().mean() + auxiliary.square().mean()
 
-    require_fused_network(nos_network(cells=8, channels=36), run, monkeypatch)
+    require_fused_network(nos_network(cells=8, channels=36), run)
 
 
 def test_a_pass_compiles_nothing_that_a_dry_pass_did_not_list() -> None:

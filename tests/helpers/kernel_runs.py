@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from softcell.engine import set_tf32
 from softcell.kernels.backend import has_triton
 from softcell.spaces.execution import fused_networks, modules_only
 
@@ -20,6 +22,22 @@ MARKS = [
     pytest.mark.skipif(DEVICE == "cpu" and not INTERPRETED, reason="needs a CUDA device or TRITON_INTERPRET=1"),
     pytest.mark.skipif(not has_triton(), reason="needs Triton"),
 ]
+
+
+@contextmanager
+def without_tf32() -> Iterator[None]:
+    """Within this context, or a function that it decorates, torch's float32 products and convolutions are exact.
+
+    Every session forbids TF32; otherwise convolutions on a GPU round their inputs to ten bits. pytest's `monkeypatch`
+    cannot restore `matmul.allow_tf32`, which is no attribute of an instance or class.
+    """
+    matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+    before = matmul.allow_tf32, cudnn.allow_tf32
+    set_tf32(False)
+    try:
+        yield
+    finally:
+        matmul.allow_tf32, cudnn.allow_tf32 = before
 
 
 def replayed(step: Callable[[], list[Tensor]]) -> list[Tensor]:
@@ -41,17 +59,12 @@ def replayed(step: Callable[[], list[Tensor]]) -> list[Tensor]:
     return recorded
 
 
-def require_fused_network(
-    network: nn.Module,
-    run: Callable[[nn.Module, Tensor], tuple[Tensor, Tensor]],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+@without_tf32()
+def require_fused_network(network: nn.Module, run: Callable[[nn.Module, Tensor], tuple[Tensor, Tensor]]) -> None:
     """In float32 on 16 images a fused network is as near to float64 as its modules: logits, gradients, statistics.
 
     run: a network and images [n, 3, 32, 32] to logits and loss.
     """
-    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
     exact, single = copy.deepcopy(network).double(), copy.deepcopy(network)
     x = torch.randn(16, 3, 32, 32, device="cuda")
 

@@ -17,6 +17,7 @@ from softcell.search.task import warn_if_unfused
 from softcell.spaces import execution
 from softcell.testing import tiny_space
 from tests.helpers.kernel_cells import OneSite, build_cell, fuse, leaving, outcome, random_inputs, require_same
+from tests.helpers.kernel_runs import without_tf32
 from tests.helpers.picked_cells import inputs_of, picked
 from tests.helpers.picked_cells import outcome as outcome_of_picked
 
@@ -135,9 +136,8 @@ def test_a_search_on_a_gpu_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@without_tf32()
 def test_on_a_gpu_nothing_asks_for_triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
     lack(monkeypatch)
     for module in (*FAMILIES.values(), local):
         monkeypatch.setattr(module, "triton_kernels", lambda family: pytest.fail("Triton's kernels were requested"))

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from softcell.kernels.backend import triton_kernels
 from softcell.kernels.calibrate import calibrate, calibrate_reference
 from tests.helpers.kernel_runs import DEVICE, INTERPRETED, MARKS
 
@@ -21,10 +22,10 @@ CASES = [
     ((2, 8, 1, 3), 3, 2, False, True),
     ((1, 1, 9, 16), 1, 1, False, False),
 ]
-# Attentions alone, on maps that divide into several parts and into one.
+# Attentions alone, on maps that divide into several parts and into one, because they are small or of odd size.
 ATTENTIONS = [
     ((3, 5, 32, 32), 0, 1, channel, spatial) for channel, spatial in ((True, False), (False, True), (True, True))
-] + [((2, 33, 5, 3), 0, 1, True, True)]
+] + [((2, 33, 5, 3), 0, 1, True, True), ((2, 33, 15, 15), 0, 1, True, False)]
 # The three stages of a NOS search at the paper's batch size.
 LARGE = [((64, c, side, side), 5, 1, True, True) for c, side in ((16, 32), (32, 16), (64, 8))]
 # The three stages of a derived NOS network, whose attentions run alone.
@@ -98,3 +99,14 @@ def test_second_derivatives_match_the_twin(case: tuple[tuple[int, ...], int, int
         found.append(torch.autograd.grad(sum(part.square().sum() for part in first), wanted))
     for mine, theirs in zip(*found, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-3 * float(theirs.abs().max()))
+
+
+@pytest.mark.parametrize(
+    ("samples", "side", "channels"), [(256, 128, 36), (1024, 64, 64), (65_535, 32, 16), (8, 32, 36)]
+)
+def test_parts_of_images_fit_a_grid(samples: int, side: int, channels: int) -> None:
+    """CUDA starts at most 65,535 programs along the second axis of a grid."""
+    kernels, places = triton_kernels("calibrate"), side * side
+    parts = kernels._parts(samples, places, kernels._blocks(channels)["PLACES"])
+    assert places % parts == 0 and samples * parts <= 65_535
+    assert parts > 1 or samples > 32_767, "more programs than samples, where a grid has room for them"

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from softcell.arch import Genotype, count, notation
+from softcell.arch import Genotype, WeightMix, count, notation
 from softcell.arch.evolve import Evolution, evolve
 from softcell.errors import UserError
 from softcell.methods.parts import naswot, score_untrained, synflow
@@ -115,6 +116,30 @@ def test_naswot_counts_the_relu_of_every_module(cell: str, convolutions: int) ->
     assert found == pytest.approx(float(torch.linalg.slogdet(kernel).logabsdet))
     with literal_modules():
         assert torch.equal(network(x), shared)
+
+
+def test_naswot_counts_the_relu_of_every_candidate_of_a_supernet() -> None:
+    """Convolutions of a supernet that read the same node can be stacked, with one ReLU for all of them."""
+    torch.manual_seed(0)
+    supernet = build_space("nb201", {"cells_per_stage": 1, "channels": 3}).supernet((3, 8, 8), 10).double().train()
+    mix = WeightMix(LAYOUT, {"cell": torch.full(LAYOUT.tables[0].shape, 0.2).double()})
+    x, counted = torch.randn(4, 3, 8, 8).double(), 0
+
+    class Relus(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            nonlocal counted
+            counted += func is torch.ops.aten.relu.default
+            return func(*args, **(kwargs or {}))
+
+    def forward(images: torch.Tensor) -> torch.Tensor:
+        with Relus():
+            return supernet(images, mix)
+
+    forward(x)
+    shared, counted = counted, 0
+    naswot(forward, x)
+    # Two convolutions on each of six edges in three cells; two reductions and the end of the network.
+    assert counted == 3 * 6 * 2 + 2 * 2 + 1 > shared
 
 
 def test_naswot_of_equal_images_is_minus_infinity() -> None:

@@ -23,6 +23,7 @@ from softcell.nn.calibrate import (
 )
 from softcell.nn.norm import BatchNorm2d
 from softcell.nn.stack import flat
+from tests.helpers.kernel_runs import without_tf32
 
 KINDS = {
     "channel": lambda c, stride, affine: ChannelAttention(c),
@@ -238,11 +239,8 @@ def test_under_autocast_they_err_no_more_than_the_modules_do(given: torch.dtype)
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, and torch finds none")
 @pytest.mark.parametrize("channels", [16, 33])
 @pytest.mark.parametrize("stride", [1, 2])
-def test_on_a_gpu_they_are_what_modules_are_in_float64(
-    channels: int, stride: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
+@without_tf32()
+def test_on_a_gpu_they_are_what_modules_are_in_float64(channels: int, stride: int) -> None:
     x = image(4, channels, 9, 8)
     expected = outcome(made(SETS["uneven"], channels, stride), x, False)
 

@@ -31,6 +31,7 @@ from softcell.spaces.execution import (
     plan_modules,
     plan_network,
 )
+from tests.helpers.kernel_runs import without_tf32
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "nos": ("nos", {"cells": 3, "channels": 4, "nodes": 2}),
@@ -329,12 +330,8 @@ def test_the_executor_of_a_layer_follows_device_and_mix(only: bool, monkeypatch:
 @pytest.mark.parametrize("some", [False, True], ids=["all", "some"])
 @pytest.mark.parametrize("singly", [False, True], ids=["summed", "singly"])
 @pytest.mark.parametrize("case", list(APART))
-def test_on_a_gpu_the_kernels_give_what_modules_give_in_float64(
-    case: str, singly: bool, some: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # As every session does; torch's own convolutions here round to ten bits otherwise.
-    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
+@without_tf32()
+def test_on_a_gpu_the_kernels_give_what_modules_give_in_float64(case: str, singly: bool, some: bool) -> None:
     name, settings = APART[case]
     expected = outcome(name, settings, some=some, singly=singly)
     found = outcome(name, settings, some=some, singly=singly, device="cuda", dtype=torch.float32)

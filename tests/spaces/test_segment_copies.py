@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,10 +19,12 @@ from benchmarks.training_launches import launches
 from softcell.arch import notation, sample
 from softcell.kernels.derived import derived_cell, derived_cell_reference, derived_nodes
 from softcell.nn.calibrate import ChannelAttention, SpatialAttention, calibrated
+from softcell.nn.candidates import Spec, get_candidate
 from softcell.nn.conv import concatenated
 from softcell.nn.stack import flat
-from softcell.nn.stochastic import fixed_noise
+from softcell.nn.stochastic import DropPath, fixed_noise
 from softcell.spaces import Network, build_space
+from softcell.spaces._derived_plan import DerivedPass, Pick, plan_derived
 from softcell.spaces.execution import fused_networks, modules_only
 from tests.helpers.picked_cells import require_close
 from tests.helpers.segmented_cells import CELLS, Segmented, factors_of, inputs_of, outcome
@@ -51,6 +54,23 @@ def test_cells_equal_their_modules(name: str, stride: int, training: bool, nan_m
     states, factors = inputs_of(cell, 3, (6, 5)), factors_of(cell, 3) if training else None
     mine, theirs = (outcome(cell, states, factors, fused=fused) for fused in (True, False))
     require_close(mine, theirs, 1e-9)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_norms_without_weights_have_running_statistics(training: bool, nan_memory: None) -> None:
+    """A part of pools whose norms have no scale and shift has no parameters at all."""
+    pool = get_candidate("avg_pool_3x3").build(Spec(4, affine=False, pool_norm=True)).double().train(training)
+    norm = pool[1]  # type: ignore[index]
+    norm.running_mean.uniform_(-1, 1)
+    norm.running_var.uniform_(0.5, 2)
+    x, theirs = torch.randn(3, 4, 6, 5).double(), copy.deepcopy(pool)
+    cell = plan_derived([None], [Pick(0, 1, pool)], 1, 4, 1, DropPath(0.0))
+    shared = DerivedPass([cell], x)
+    [node] = shared.run_nodes(cell, [x], None)
+    shared.finish()
+    torch.testing.assert_close(node, theirs(x))
+    for a, b in zip(pool.buffers(), theirs.buffers(), strict=True):
+        torch.testing.assert_close(a, b)
 
 
 def network_of(space: str, seed: int, *, auxiliary: bool = True, **settings: Any) -> Network:
@@ -154,9 +174,30 @@ def test_gradients_of_readers_are_added(arrived: tuple[int, ...], cell: Any, nan
         torch.testing.assert_close(a, b)
 
 
+def test_a_cell_without_a_gradient_passes_none_on(cell: Any) -> None:
+    program, states, parameters = cell
+    [out, _] = derived_cell(program, torch.float64, parameters, None, None, *states)
+
+    class Ended(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.sum()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> None:
+            return None
+
+    given = [*states, parameters]
+    ended = Ended.apply(out)  # type: ignore[no-untyped-call]
+    assert torch.autograd.grad(ended, given, allow_unused=True) == (None,) * len(given)
+
+
 @pytest.mark.parametrize("arrived", [(0,), (1,), (0, 1), (0, 1, 2)])
 @pytest.mark.parametrize("again", [False, True])
-@pytest.mark.parametrize(("c", "dtype"), [(3, torch.float64), (4, torch.float32), (3, torch.float32)])
+@pytest.mark.parametrize(
+    ("c", "dtype"),
+    [(3, torch.float64), (4, torch.float32), (3, torch.float32), (4, torch.bfloat16), (6, torch.bfloat16)],
+)
 def test_concatenated_maps_get_the_sum_of_the_gradients_of_readers(
     c: int, dtype: torch.dtype, arrived: tuple[int, ...], again: bool
 ) -> None:
@@ -177,6 +218,42 @@ def test_concatenated_maps_get_the_sum_of_the_gradients_of_readers(
     if again and 0 in arrived:
         (twice,) = torch.autograd.grad(mine[0].square().sum(), pulls[0])
         torch.testing.assert_close(twice[:, :c], 2 * mine[0])
+
+
+@pytest.mark.parametrize(
+    "of",
+    [
+        lambda x: x,
+        lambda x: x.contiguous(),
+        lambda x: torch.cat([x, x[:, :1]], 1).to(memory_format=torch.channels_last)[:, :4],
+        lambda x: torch.cat([x, x], 1).to(memory_format=torch.channels_last)[:, 1:5],
+        lambda x: torch.cat([x, x], 1).to(memory_format=torch.channels_last)[:, 2:6],
+        lambda x: x[:, :3],
+        lambda x: x[:, :, ::2, ::2],
+        lambda x: x.contiguous()[..., ::2],
+        lambda x: x[:1].expand_as(x),
+    ],
+    ids=[
+        "dense",
+        "channels first",
+        "odd rows",
+        "odd offset",
+        "even offset",
+        "odd width",
+        "strided",
+        "strided rows",
+        "repeated",
+    ],
+)
+def test_concatenated_maps_and_their_gradients_may_have_any_layout(of: Callable[[Tensor], Tensor]) -> None:
+    """Float32 maps are copied as words of two channels only where all rows begin at a whole word."""
+    maps = [of(torch.randn(2, 4, 4, 6).to(memory_format=torch.channels_last)).requires_grad_() for _ in range(2)]
+    [out], plain = concatenated(maps, 1), torch.cat(maps, 1)
+    assert torch.equal(out, plain) and out.is_contiguous(memory_format=torch.channels_last)
+    pull = of(torch.randn(2, 4, 4, 6).to(memory_format=torch.channels_last)).repeat_interleave(2, 1)
+    for own in (pull, pull.to(memory_format=torch.channels_last), torch.cat([pull, pull], 1)[:, 1 : 1 + len(pull[0])]):
+        for a, b in zip(torch.autograd.grad(out, maps, own, retain_graph=True), own.chunk(2, 1), strict=True):
+            assert torch.equal(a, b) and a.is_contiguous(memory_format=torch.channels_last)
 
 
 def test_concatenated_maps_may_have_several_dtypes() -> None:

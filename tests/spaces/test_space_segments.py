@@ -22,7 +22,7 @@ from softcell.spaces._derived_plan import DerivedCell
 from softcell.spaces._fused_plan import Unfit
 from softcell.spaces._segment_plan import SegmentedCell, plan_segments
 from softcell.spaces.execution import fused_networks, is_modules_only, modules_only
-from tests.helpers.kernel_runs import DEVICE, INTERPRETED, MARKS
+from tests.helpers.kernel_runs import DEVICE, INTERPRETED, MARKS, without_tf32
 from tests.helpers.picked_cells import require_close
 from tests.helpers.segmented_cells import CELLS, SAME, SUMS, Segmented, factors_of, inputs_of, outcome, twins
 
@@ -236,11 +236,8 @@ class TestKernels:
 
     @pytest.mark.parametrize(("stride", "training"), [(1, True), (2, True), (1, False)])
     @pytest.mark.parametrize("name", list(CELLS))
-    def test_kernels_equal_modules_in_float64(
-        self, name: str, stride: int, training: bool, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)  # of the modules between the programs
-        monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
+    @without_tf32()  # in the modules between the programs
+    def test_kernels_equal_modules_in_float64(self, name: str, stride: int, training: bool) -> None:
         channels, size = (8, (6, 5)) if INTERPRETED else (36, (16, 16))
         cell = Segmented(name, channels, stride=stride).train(training)
         states, factors = inputs_of(cell, 3, size), factors_of(cell, 3) if training else None

@@ -216,6 +216,9 @@ def test_device_seconds_divide_each_epoch_by_the_searches_in_it(tmp_path: Path) 
         on_first(Note("no epoch"))
     assert (sharing_of(first, 2), sharing_of(first, 3), sharing_of(second, 1)) == ([2, 3], None, [3])
     assert len(heard) == 4
+    with sharing.run(second, heard.append) as on_second:
+        on_second(EpochEnded(1, {}))
+    assert sharing_of(second, 2) == [3, 2], "the first one has ended"
     with Sharing().run(first, heard.append) as on_first:
         on_first(EpochEnded(1, {}))  # the epoch was repeated after an interruption
         on_first(EpochEnded(2, {}))

@@ -21,6 +21,8 @@ DYNAMIC_TILE = 4096
 """Bytes of a tile of positions × channels of `_backward`; twice as many of `_forward`."""
 TILE = 2048
 """Approximate size of a tile of `_apply` and `_taps`: positions × channels."""
+MAX_GRID = 65_535
+"""Programs along the second axis of a grid; CUDA rejects more."""
 NUMBERS = ["height", "width", "k_n", "k_c", "k_y", "k_x"]
 
 
@@ -273,16 +275,19 @@ def calibrate_gradient(x, channel, spatial, kernels, dilation, gradient):
         return dx, places, None
     size, blocks = kernels.shape[-1], _blocks(c)
     # One tap reads no neighbours, so parts of an image may be samples. One program per sample does not fill a GPU.
-    parts = _parts(h * w, blocks["PLACES"]) if size == 1 else 1
+    parts = _parts(n, h * w, blocks["PLACES"]) if size == 1 else 1
     taps = x.new_empty((n * parts, size * size, c), dtype=torch.float32)
     shape = (h, w) if parts == 1 else (h * w // parts, 1)
     _taps[(size * size, n * parts)](gradient, x, taps, *shape, C=c, **blocks, SIZE=size, DILATION=dilation)
     return dx, places, taps if parts == 1 else taps.view(n, parts, c).sum(1, keepdim=True)
 
 
-def _parts(places, block):
-    """Equal parts of an image, a power of two: as many as leave two blocks of positions or more to each of them."""
+def _parts(samples, places, block):
+    """Equal parts of an image, a power of two: as many as leave two blocks of positions or more to each of them.
+
+    All parts of all samples are along the second axis of a grid.
+    """
     parts = 1
-    while places % (2 * parts) == 0 and places // (2 * parts) >= 2 * block:
+    while places % (2 * parts) == 0 and places // (2 * parts) >= 2 * block and samples * 2 * parts <= MAX_GRID:
         parts *= 2
     return parts

@@ -175,9 +175,9 @@ class DerivedPass:
 
     def _given(self, cell: DerivedCell, x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None, bool]:
         """Flat parameters [size], running statistics [2, planes, c] if used, and whether ranks share norms."""
-        if not cell.owners:
-            return x.new_empty(0, dtype=torch.promote_types(dtype, torch.float32)), None, False
-        return cell.flat_parameters(), self._running.get(id(cell)), cell.training and shares_norms()
+        exact = torch.promote_types(dtype, torch.float32)
+        parameters = cell.flat_parameters() if cell.owners else x.new_empty(0, dtype=exact)
+        return parameters, self._running.get(id(cell)), bool(cell.norms) and cell.training and shares_norms()
 
     def _note(self, cell: DerivedCell, moments: Tensor, too_few: bool, shape: torch.Size) -> None:
         if cell.training and cell.norms:
