@@ -148,7 +148,7 @@ def test_private_modules_are_imported_by_their_own_package_only() -> None:
     assert not [f"{a} imports {b}" for a, b in arrows() if b in private and packages[a] != private[b]]
 
 
-SHARED = {"__init__", "base", "parts", "registry"}
+SHARED = {"__init__", "base", "parts", "proxies", "registry"}
 """Modules of `softcell.methods` that belong to no paper."""
 
 

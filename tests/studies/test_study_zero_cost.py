@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from softcell.data import load
-from softcell.data.batches import first_images
+from softcell.data.batches import first_batch
 from softcell.evaluate.nb201 import OPERATIONS, Nb201Table, load_table
-from softcell.methods.parts import Proxy
+from softcell.methods.proxies import Proxy
 from softcell.spaces import build_space
 from studies.zero_cost import correlations
 
@@ -32,5 +32,5 @@ def test_scores_rank_random_cells_as_trained_accuracy_does(proxy: Proxy, table: 
     """On small networks and digits; the literature has Spearman 0.7 to 0.8 at full size. By chance 0 ± 0.1."""
     dataset = load("digits", None, None)
     space = build_space("nb201", {"candidates": OPERATIONS, "cells_per_stage": 1, "channels": 8})
-    tau, rho = correlations(table, space, proxy, first_images(dataset, 16), 10, 120, "cifar10_test")
+    tau, rho = correlations(table, space, proxy, first_batch(dataset, 16), 10, 120, "cifar10_test")
     assert tau > 0.3 and rho > 0.4

@@ -83,7 +83,7 @@ def test_a_search_is_shown_once_in_a_terminal(
         ([ARCH, "--table", "absent.csv"], "does not exist"),
         (["--table", "TABLE"], "nothing to look up"),
         ([ARCH, "--table", "TABLE", "--column", "accuracy"], "--column must be one of"),
-        (["--table", "TABLE", "--proxy", "magic"], "--proxy must be one of naswot, synflow"),
+        (["--table", "TABLE", "--proxy", "magic"], "no proxy 'magic' for --proxy; known: fisher, grad_norm, "),
         (["--table", "TABLE", "--convert", "absent"], "already exists"),
         (["--table", "new.csv", "--convert", "absent"], "--convert takes"),
     ],
@@ -137,7 +137,7 @@ def test_cells_of_another_shape_are_rejected_before_any_output(
         (["--method", "random", "--set", "space.candidates=[none, sep_conv_3x3]"], "this search also has sep_conv_3x3"),
         (["--method", "darts", SMALLER], "ends in 2"),
         (["--method", "darts", "EMPTY"], "holds no run"),
-        (["--method", "darts", "--proxy", "magic"], "--proxy must be one of"),
+        (["--method", "darts", "--proxy", "params"], "no proxy 'params' for --proxy"),
         (["--method", "darts", "--csv", "TABLE"], "already exists"),
     ],
 )
