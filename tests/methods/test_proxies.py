@@ -33,7 +33,7 @@ from softcell.methods.proxies import (
 from softcell.search.samplers import score_architecture
 from softcell.spaces import SPACES, build_space
 from softcell.spaces.costs import count_genotype
-from softcell.spaces.execution import literal_modules
+from softcell.spaces.execution import is_modules_only, literal_modules
 from softcell.testing import tiny_space
 
 IMAGES = torch.randn(6, 1, 4, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -133,7 +133,7 @@ class Tokens(nn.Module):
         self.stem, self.linear, self.last = nn.Conv2d(1, 2, 3), nn.Linear(2, 3), nn.Linear(3, 3)
 
     def forward(self, x: Tensor) -> Tensor:
-        tokens = self.stem(x).relu_().flatten(2).transpose(1, 2)
+        tokens = self.stem(x).tanh_().flatten(2).transpose(1, 2)
         return self.last(torch.tanh(self.linear(tokens)).mean(1))  # type: ignore[no-any-return]
 
 
@@ -165,6 +165,9 @@ def test_fisher_is_a_loop_over_images_and_channels(make: Callable[[], nn.Module]
                 expected += ((high - low) / (2 * STEP)) ** 2 / (2 * len(IMAGES))
     assert float(fisher(network, network, IMAGES, LABELS)) == pytest.approx(expected, rel=1e-6)
     assert not [m for m in network.modules() if m._forward_hooks], "no hook is left behind"
+    for parameter in layers[0].parameters():
+        parameter.requires_grad_(False)
+    assert float(fisher(network, network, IMAGES, LABELS)) == pytest.approx(expected, rel=1e-6)
 
 
 def test_jacob_cov_is_the_spectrum_of_correlations_between_rows_of_the_jacobian() -> None:
@@ -275,6 +278,40 @@ def test_every_proxy_scores_networks_of_every_space_the_same_each_time(space: st
     torch.randn(7)
     assert per_proxy(space) == first
     assert all(value == value and value < math.inf for value in first)
+
+
+def test_a_network_that_ignores_its_images_has_a_score() -> None:
+    """Every edge is `none`, so the logits are the bias b of the classifier, and the scores have closed forms."""
+    space = build_space("nb201", {"cells_per_stage": 1, "channels": 4})
+    cell = notation.parse("|none~0|+|none~0|none~1|+|none~0|none~1|none~2|")
+    images = torch.randn(6, 3, 8, 8)
+
+    def of(proxy: Proxy) -> float:
+        return score_architecture(space, cell, lambda n, x, y: score_untrained(n, proxy, x, y), images, LABELS, 3, 0)
+
+    assert of("jacob_cov") == -math.inf
+    assert of("snip") == of("grasp") == of("grad_norm") == of("zico") == 0.0
+    torch.manual_seed(0)
+    (b,) = [p for name, p in space.network(cell, (3, 8, 8), 3).named_parameters() if name.endswith("classifier.bias")]
+    b = b.detach()
+    assert of("synflow") == pytest.approx(float(b.abs().sum()))
+    wrong = b.softmax(0) - F.one_hot(LABELS, 3)
+    assert of("fisher") == pytest.approx(float((b * wrong).square().sum()) / 12)
+
+
+@pytest.mark.parametrize("proxy", [name for name in PROXIES if name not in (*SIZES, "naswot")])
+def test_gradients_are_computed_module_by_module(proxy: Proxy) -> None:
+    """Kernels have no second derivatives and call no hooks. The caller may have switched gradients off."""
+    network = small()
+    modes = []
+
+    def forward(x: Tensor) -> Tensor:
+        modes.append((is_modules_only(), torch.is_grad_enabled()))
+        return network(x)  # type: ignore[no-any-return]
+
+    with torch.no_grad():
+        assert math.isfinite(score(proxy, forward, network, IMAGES, LABELS))
+    assert set(modes) == {(True, True)}
 
 
 @pytest.mark.parametrize("proxy", [name for name in PROXIES if name not in SIZES])

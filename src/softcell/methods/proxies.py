@@ -143,7 +143,7 @@ def jacob_cov(forward: Forward, images: Tensor) -> float:
     Uncorrelated rows have v = 1; where some images have almost the same row, eigenvalues near 0 lower the score.
     """
     x = images.detach().clone().requires_grad_()
-    (jacobian,) = torch.autograd.grad(forward(x).sum(), x)
+    (jacobian,) = _gradients(forward(x).sum(), [x])
     # One copy to the host; 1 / (v + k) needs the eigenvalues near 0 to be exact.
     correlations = torch.corrcoef(jacobian.flatten(1).cpu().double())
     if not correlations.isfinite().all():
@@ -193,14 +193,14 @@ def fisher(forward: Forward, module: nn.Module, images: Tensor, labels: Tensor) 
     maps: list[tuple[Tensor, int]] = []  # with the dimension of channels
 
     def note(layer: nn.Module, given: tuple[Any, ...], y: Tensor) -> Tensor:
-        if y.requires_grad:
-            maps.append((y, 1 if isinstance(layer, nn.Conv2d) else y.ndim - 1))
+        maps.append((y, 1 if isinstance(layer, nn.Conv2d) else y.ndim - 1))
         return y.clone()  # so that an operation in place does not change the noted map
 
     hooks = [m.register_forward_hook(note) for m in module.modules() if isinstance(m, nn.Conv2d | nn.Linear)]
     try:
         # The gradient of the sum over images, whose n-th row is that of image n.
-        loss = F.cross_entropy(forward(images), labels, reduction="sum")
+        x = images.detach().clone().requires_grad_()  # so that maps of frozen layers have a gradient, too
+        loss = F.cross_entropy(forward(x), labels, reduction="sum")
     finally:
         for hook in hooks:
             hook.remove()
