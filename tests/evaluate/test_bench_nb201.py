@@ -33,7 +33,7 @@ from softcell.evaluate.nb201 import (
     write_table,
     zero_cost,
 )
-from softcell.methods.proxies import PROXIES, SIZES, Proxy, prepare, score
+from softcell.methods.proxies import SUPERNET_PROXIES, Proxy, prepare, score
 from softcell.spaces import build_space
 from tests.helpers.bench_tables import WORTH, accuracy, made_rows, real_table, text_of, write_made
 
@@ -362,7 +362,7 @@ def test_zero_cost_indicators_rank_a_convolution_above_nothing() -> None:
         assert torch.equal(found, zero_cost(space, proxy, x, labels, 10)["cell"])  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("proxy", [name for name in PROXIES if name not in SIZES])
+@pytest.mark.parametrize("proxy", SUPERNET_PROXIES)
 def test_an_indicator_is_the_negative_score_without_the_operation(proxy: Proxy) -> None:
     space = build_space("nb201", {"cells_per_stage": 1, "channels": 2, "nodes": 2})
     x, labels = torch.randn(8, 3, 8, 8), torch.arange(8)

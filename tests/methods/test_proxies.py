@@ -17,6 +17,7 @@ from softcell.arch import notation, sample
 from softcell.methods.proxies import (
     PROXIES,
     SIZES,
+    SUPERNET_PROXIES,
     Proxy,
     fisher,
     grad_norm,
@@ -314,7 +315,7 @@ def test_gradients_are_computed_module_by_module(proxy: Proxy) -> None:
     assert set(modes) == {(True, True)}
 
 
-@pytest.mark.parametrize("proxy", [name for name in PROXIES if name not in SIZES])
+@pytest.mark.parametrize("proxy", SUPERNET_PROXIES)
 def test_scores_follow_the_dtype_of_the_images(proxy: Proxy) -> None:
     space = build_space("nb201", {"cells_per_stage": 1, "channels": 4})
     genotype = sample(space.layout(), 0)

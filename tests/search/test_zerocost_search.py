@@ -14,7 +14,7 @@ from softcell.arch import Genotype, sample
 from softcell.data import load
 from softcell.data.batches import Feeds
 from softcell.errors import UserError
-from softcell.methods.proxies import PROXIES, SIZES
+from softcell.methods.proxies import SUPERNET_PROXIES
 from softcell.methods.zerocost import ZeroCost, ZeroCostSettings
 from softcell.search import resolve, search
 from softcell.search.samplers import score_architecture
@@ -93,7 +93,7 @@ def test_a_budget_out_of_reach_is_refused_before_there_is_a_folder(data: Path, t
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("proxy", [name for name in PROXIES if name not in SIZES])
+@pytest.mark.parametrize("proxy", SUPERNET_PROXIES)
 def test_a_score_depends_only_on_architecture_and_seed(proxy: Any) -> None:
     space = build_space("nb201", NETWORK)
     score_of = ZeroCost(space.layout(), ZeroCostSettings(proxy), 0).score

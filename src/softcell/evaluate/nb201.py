@@ -49,7 +49,7 @@ from softcell.arch import Cell, Genotype, Layout, Pick, Rule, WeightMix, derive
 from softcell.arch.notation import from_nb201, to_nb201
 from softcell.errors import UserError
 from softcell.files import atomic_write_bytes
-from softcell.methods.proxies import SIZES, Proxy, prepare, score
+from softcell.methods.proxies import SUPERNET_PROXIES, Proxy, prepare, score
 from softcell.settings import is_seed
 from softcell.spaces import Space
 
@@ -418,7 +418,7 @@ def zero_cost(
     images: [n, c, h, w], normalised as for training. labels: int64 [n].
     """
     is_seed("seed", seed)
-    if proxy in SIZES:
+    if proxy not in SUPERNET_PROXIES:
         raise UserError(f"Zero-Cost-PT compares a supernet under several mixes, but its {proxy} are the same under all")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

@@ -45,6 +45,8 @@ PROXIES: tuple[Proxy, ...] = (
 )  # fmt: skip
 SIZES: tuple[Proxy, ...] = ("params", "flops")
 """The baselines; they depend on neither weights nor images."""
+SUPERNET_PROXIES = tuple(name for name in PROXIES if name not in SIZES)
+"""Those that also score a supernet under a mix, whose size does not depend on the mix."""
 JACOBIAN_OFFSET = 1e-5
 """k of `jacob_cov`."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import re
 import shutil
 import xml.etree.ElementTree as ET
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 
 from softcell.api import search
 from softcell.app.cli.main import run
+from softcell.methods.proxies import SUPERNET_PROXIES
 from tests.helpers.bench_tables import write_made
 from tests.helpers.report_runs import make_search, make_training
 
@@ -93,6 +95,12 @@ def test_impossible_requests_are_rejected(
 ) -> None:
     assert run(["bench", "nb201", *(table if word == "TABLE" else word for word in arguments)]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_help_names_the_proxies_of_supernets(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["bench", "--help"]) == 0
+    words = set(re.findall(r"\w+", capsys.readouterr().out))
+    assert set(SUPERNET_PROXIES) <= words and "params" not in words
 
 
 def test_a_run_of_another_space_is_rejected(table: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -43,14 +43,12 @@ from softcell.evaluate.nb201 import (
     zero_cost,
 )
 from softcell.methods import METHODS, Method
-from softcell.methods.proxies import PROXIES, SIZES, Proxy
+from softcell.methods.proxies import SUPERNET_PROXIES, Proxy
 from softcell.recipes import search_seeds_recipe
 from softcell.spaces import build_space
 
 FIRST = 24
 """Minimum width of the first column of a table; longer names are folded."""
-OF_SUPERNETS = tuple(name for name in PROXIES if name not in SIZES)
-"""The proxies of Zero-Cost-PT: the size of a supernet is the same without an operation."""
 commands = typer.Typer()
 
 
@@ -91,7 +89,9 @@ def bench(
     proxy: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="NAME", help=f"Also rank operations by Zero-Cost-PT: {', '.join(OF_SUPERNETS)}; repeatable."
+            metavar="NAME",
+            help="Also rank operations by Zero-Cost-PT: naswot, jacob_cov, synflow, grad_norm, snip, grasp, fisher or "
+            "zico; repeatable.",
         ),
     ] = None,
     column: Annotated[
@@ -258,9 +258,9 @@ def _taus(screen: Console, rows: Sequence[tuple[str, str, str, list[float]]]) ->
 
 def _proxies(names: Sequence[str]) -> list[Proxy]:
     for name in names:
-        if name not in OF_SUPERNETS:
-            raise UserError(f"no proxy {name!r} for --proxy; {nearest(name, OF_SUPERNETS)}")
-    return [proxy for name in names for proxy in OF_SUPERNETS if proxy == name]
+        if name not in SUPERNET_PROXIES:
+            raise UserError(f"no proxy {name!r} for --proxy; {nearest(name, SUPERNET_PROXIES)}")
+    return [proxy for name in names for proxy in SUPERNET_PROXIES if proxy == name]
 
 
 def _proxy(
