@@ -7,12 +7,14 @@ from pathlib import Path
 
 import pytest
 
+from softcell.arch import sample
 from softcell.data import load
 from softcell.data.batches import first_batch
-from softcell.evaluate.nb201 import OPERATIONS, Nb201Table, load_table
+from softcell.evaluate.nb201 import OPERATIONS, Nb201Table, kendall, load_table
 from softcell.methods.proxies import Proxy
 from softcell.spaces import build_space
-from studies.zero_cost import correlations
+from softcell.spaces.costs import count_genotype
+from studies.zero_cost import correlations, main
 
 FILE = "nb201_200epochs.csv.gz"
 
@@ -34,3 +36,18 @@ def test_scores_rank_random_cells_as_trained_accuracy_does(proxy: Proxy, table: 
     space = build_space("nb201", {"candidates": OPERATIONS, "cells_per_stage": 1, "channels": 8})
     tau, rho = correlations(table, space, proxy, first_batch(dataset, 16), 10, 120, "cifar10_test")
     assert tau > 0.3 and rho > 0.4
+
+
+def test_the_study_prints_a_row_per_proxy(table: Nb201Table, capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["--table", table.source, "--data", "digits", "--cells", "12", "--images", "4"]
+    main([*given, "--proxies", "params", "flops"])
+    first, second = capsys.readouterr().out.splitlines()
+    space = build_space("nb201", {"candidates": OPERATIONS})
+    cells = [sample(space.layout(), seed) for seed in range(12)]
+    costs = [count_genotype(space, cell, (1, 8, 8), 10) for cell in cells]
+    accuracies = [table.lookup(cell)["cifar10_test"] for cell in cells]
+    assert first.startswith(f"params: Kendall {kendall([cost.parameters for cost in costs], accuracies):.3f}, ")
+    assert second.startswith(f"flops: Kendall {kendall([cost.multiply_adds for cost in costs], accuracies):.3f}, ")
+    with pytest.raises(SystemExit):
+        main([*given, "--proxies", "magic"])
+    assert "invalid choice: 'magic'" in capsys.readouterr().err
