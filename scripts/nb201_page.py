@@ -54,6 +54,14 @@ LABELS = {
     "itnas-fixed-values": "IT-NAS, W_v fixed, no feed-forward network",
     "itnas-flat": "IT-NAS, whole maps as tokens, without the norm",
     "itnas-shared": "IT-NAS, one Lite-Transformer per edge and shape",
+    "jacob-cov": "zero-cost search, Jacobian covariance",
+    "grad-norm": "zero-cost search, gradient norm",
+    "snip": "zero-cost search, SNIP",
+    "grasp": "zero-cost search, GraSP",
+    "fisher": "zero-cost search, Fisher",
+    "zico": "zero-cost search, ZiCo",
+    "params": "zero-cost search, number of parameters",
+    "flops": "zero-cost search, multiply-adds",
 }
 COLUMNS = {
     "cifar10_valid": "CIFAR-10 valid",
@@ -87,6 +95,7 @@ PROTOCOL = """\
   out why some methods miss their published means: they follow the authors' code instead of the common recipe, or
   change one part of IT-NAS. The pages of [GDAS](papers/gdas.md#evidence), [β-DARTS](papers/beta-darts.md#evidence),
   [PC-DARTS](papers/pc-darts.md#evidence) and [IT-NAS](papers/it-nas.md#with-fixed-values) explain what each row tests.
+  Zero-cost searches with scores other than SynFlow and NASWOT were added after it, too, with the settings of these two.
 - EnTranNAS-DST has no row: it may keep several operations on an edge, and the table has accuracies only for cells with
   one.
 

@@ -15,7 +15,7 @@ from softcell.app.report.bench201 import Benched, accuracy_rows
 from softcell.arch import derive
 from softcell.arch.notation import to_nb201
 from softcell.data import load
-from softcell.data.batches import first_images
+from softcell.data.batches import first_batch
 from softcell.engine.manifest import collect, now
 from softcell.evaluate.nb201 import (
     COLUMNS,
@@ -28,13 +28,15 @@ from softcell.evaluate.nb201 import (
     taus,
     zero_cost,
 )
-from softcell.methods.parts import PROXIES
+from softcell.methods.proxies import Proxy
 from softcell.search import SearchRecipe
 from softcell.spaces import build_space
 from studies.runs import NOT_MEASURED, Deadline
 
 NAMES = ("attention", "alpha", "perturbation")
 RANKED_BY = ("cifar10_valid", "cifar10_test")
+ZERO_COST_PT: tuple[Proxy, ...] = ("naswot", "synflow")
+"""The proxies of the study; those that Softcell learned later have not been measured with Zero-Cost-PT."""
 
 
 def rank(table: Nb201Table, found: Any) -> Any:
@@ -61,16 +63,16 @@ def proxies(
 ) -> dict[str, Any]:
     """Zero-Cost-PT with NASWOT and SynFlow on untrained supernets of the searches' size, by seed; `known` ones stay."""
     result = dict(known)
-    wanted = [(name, seed) for seed in range(options.proxies) for name in PROXIES if f"{name}-{seed}" not in known]
+    wanted = [(name, seed) for seed in range(options.proxies) for name in ZERO_COST_PT if f"{name}-{seed}" not in known]
     if not wanted:
         return result
     dataset = load(recipe.data, recipe.data_root, recipe.image_size)
-    space, images = build_space("nb201", recipe.space_settings), first_images(dataset, 32)
+    space, batch = build_space("nb201", recipe.space_settings), first_batch(dataset, 32)
     for name, seed in wanted:
         result[f"{name}-{seed}"] = NOT_MEASURED
         if not deadline.passed:
             deadline.log(f"Zero-Cost-PT, {name}, seed {seed}")
-            values = zero_cost(space, name, images, dataset.num_classes, seed)["cell"].tolist()
+            values = zero_cost(space, name, batch.images, batch.labels, dataset.num_classes, seed)["cell"].tolist()
             result[f"{name}-{seed}"] = {"date": now(), **collect(), "taus": rank(table, {name: values})}
     return result
 

@@ -58,6 +58,8 @@ from studies.runs import (
 )
 
 PT: dict[str, Any] = {"select": {"by": "perturbation"}}
+SCORES = ("jacob-cov", "grad-norm", "snip", "grasp", "fisher", "zico", "params", "flops")
+"""Arms of zero-cost search by other scores; added after the first look-up, with the settings of SynFlow and NASWOT."""
 ARMS: dict[str, dict[str, Any]] = {
     "darts": {},
     "darts-2nd": {"method": "darts", "regime": "unrolled"},
@@ -91,6 +93,7 @@ ARMS: dict[str, dict[str, Any]] = {
     "itnas-fixed-values": {"method": "itnas", "method_settings": {"learned_values": False, "feed_forward": False}},
     "itnas-flat": {"method": "itnas", "method_settings": {"tokens": "flat", "token_norm": False}},
     "itnas-shared": {"method": "itnas", "method_settings": {"shared": True}},
+    **{arm: {"method": "zero-cost", "method_settings": {"proxy": arm.replace("-", "_")}} for arm in SCORES},
 }
 """The settings of each arm; the method has the name of the arm unless it is given."""
 
@@ -106,7 +109,7 @@ edge normalisation of DrNAS's repository, the one public form of PC-DARTS for th
 READINGS = ("itnas-fixed-values", "itnas-flat", "itnas-shared")
 """Arms that test why IT-NAS is below its published mean; each has its prediction on IT-NAS's page."""
 
-ON_REQUEST = (*AUTHORS, *READINGS)
+ON_REQUEST = (*AUTHORS, *READINGS, *SCORES)
 """Arms that run only if named by --arms."""
 
 BEST_OF = (10, 100)
@@ -115,7 +118,7 @@ BEST_OF = (10, 100)
 RANKED_BY = "cifar10_test"
 """The accuracies that indicators are compared with, and those over the seconds of a search."""
 
-SEPARATE = ("random", "evolution", "zero-cost", "naswot")
+SEPARATE = ("random", "evolution", "zero-cost", "naswot", *SCORES)
 """Arms without a supernet: they take the data's split and batch size from the recipe, not its length."""
 
 PUBLISHED = {

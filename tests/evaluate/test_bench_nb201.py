@@ -29,11 +29,11 @@ from softcell.evaluate.nb201 import (
     load_table,
     mean_tau,
     notation,
-    score_supernet,
     taus,
     write_table,
     zero_cost,
 )
+from softcell.methods.proxies import SUPERNET_PROXIES, Proxy, prepare, score
 from softcell.spaces import build_space
 from tests.helpers.bench_tables import WORTH, accuracy, made_rows, real_table, text_of, write_made
 
@@ -322,7 +322,9 @@ def test_naswot_is_the_log_determinant_of_agreeing_relus() -> None:
         patch.setattr(torch.nn.functional, "relu", lambda value, inplace=False: noted(value))
         supernet(x, mix)
     kernel = sum(c @ c.T + (1 - c) @ (1 - c).T for c in codes)
-    assert score_supernet("naswot", supernet, mix, x) == pytest.approx(float(torch.linalg.slogdet(kernel).logabsdet))
+    assert score("naswot", lambda x: supernet(x, mix), supernet, x, torch.arange(4)) == pytest.approx(
+        float(torch.linalg.slogdet(kernel).logabsdet)
+    )
 
 
 def test_synflow_is_the_sum_of_weight_times_gradient_of_absolute_weights() -> None:
@@ -333,7 +335,13 @@ def test_synflow_is_the_sum_of_weight_times_gradient_of_absolute_weights() -> No
     mix = WeightMix(space.layout(), {"cell": torch.ones(1, 1, dtype=torch.float64)})
     ones = torch.ones(1, 1, 4, 4, dtype=torch.float64)
     base = float(supernet(ones, mix).sum().detach())
-    found = score_supernet("synflow", supernet, mix, torch.zeros(2, 1, 4, 4, dtype=torch.float64))
+    found = score(
+        "synflow",
+        lambda x: supernet(x, mix),
+        supernet,
+        torch.zeros(2, 1, 4, 4, dtype=torch.float64),
+        torch.zeros(2).long(),
+    )
     total, step = 0.0, 1e-6
     for p in supernet.parameters():  # θ · ∂R/∂θ of a whole tensor is how R answers to scaling it
         kept = p.data.clone()
@@ -347,11 +355,32 @@ def test_zero_cost_indicators_rank_a_convolution_above_nothing() -> None:
     space = build_space(
         "nb201", {"cells_per_stage": 1, "channels": 4, "candidates": ("none", "nor_conv_3x3"), "nodes": 2}
     )
-    x = torch.randn(8, 3, 8, 8)
+    x, labels = torch.randn(8, 3, 8, 8), torch.arange(8)
     for proxy in ("naswot", "synflow"):
-        found = zero_cost(space, proxy, x, 10)["cell"]  # type: ignore[arg-type]
+        found = zero_cost(space, proxy, x, labels, 10)["cell"]  # type: ignore[arg-type]
         assert found[0, 1] > found[0, 0]
-        assert torch.equal(found, zero_cost(space, proxy, x, 10)["cell"])  # type: ignore[arg-type]
+        assert torch.equal(found, zero_cost(space, proxy, x, labels, 10)["cell"])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("proxy", SUPERNET_PROXIES)
+def test_an_indicator_is_the_negative_score_without_the_operation(proxy: Proxy) -> None:
+    space = build_space("nb201", {"cells_per_stage": 1, "channels": 2, "nodes": 2})
+    x, labels = torch.randn(8, 3, 8, 8), torch.arange(8)
+    found = zero_cost(space, proxy, x, labels, 10, seed=3)["cell"]
+    assert found.shape == (1, 5) and found.isfinite().all() and len(set(found[0].tolist())) > 1
+    for k in range(5):
+        torch.manual_seed(3)
+        supernet = space.supernet((3, 8, 8), 10).double()
+        weights = torch.full((1, 5), 0.25, dtype=torch.float64)
+        weights[0, k] = 0.0
+        mix = WeightMix(space.layout(), {"cell": weights})
+        without = score(proxy, lambda images: supernet(images, mix), prepare(supernet, proxy), x.double(), labels)  # noqa: B023
+        assert float(found[0, k]) == pytest.approx(-without, rel=1e-6)
+
+
+def test_sizes_are_no_indicators() -> None:
+    with pytest.raises(UserError, match="its params are the same under all"):
+        zero_cost(build_space("nb201"), "params", torch.zeros(2, 3, 8, 8), torch.zeros(2).long(), 10)
 
 
 def test_the_real_table_does_not_know_a_smaller_cell(real: Nb201Table) -> None:

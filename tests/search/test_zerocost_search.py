@@ -14,6 +14,7 @@ from softcell.arch import Genotype, sample
 from softcell.data import load
 from softcell.data.batches import Feeds
 from softcell.errors import UserError
+from softcell.methods.proxies import SUPERNET_PROXIES
 from softcell.methods.zerocost import ZeroCost, ZeroCostSettings
 from softcell.search import resolve, search
 from softcell.search.samplers import score_architecture
@@ -41,7 +42,7 @@ def results(folder: Path) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("proxy", ["synflow", "naswot"])
+@pytest.mark.parametrize("proxy", ["synflow", "naswot", "snip", "flops"])
 def test_the_result_is_the_best_of_all_networks_by_brute_force(proxy: Any, data: Path, tmp_path: Path) -> None:
     few = {"candidates": ["skip_connect", "nor_conv_1x1", "nor_conv_3x3"], "nodes": 2 + 1}
     asked = recipe(data, space=few, proxy=proxy, generations=12)
@@ -50,12 +51,14 @@ def test_the_result_is_the_best_of_all_networks_by_brute_force(proxy: Any, data:
     plain = Feeds(dataset, 16, 3, torch.device("cpu"), torch.float32).plain(
         dataset.train, asked.parts(dataset.train)["weights"]
     )
-    images = next(iter(plain.epoch(0))).images[:8]
+    batch = next(iter(plain.epoch(0)))
     cells = {sample(space.layout(), seed).dumps(): sample(space.layout(), seed) for seed in range(600)}.values()
     every = {tuple(pick.op for pick in g.cells["cell"].picks): g for g in cells}
     assert len(every) == 27
     score = ZeroCost(space.layout(), ZeroCostSettings(proxy), 0).score
-    scores = {ops: score_architecture(space, g, score, images, 3, 3) for ops, g in every.items()}
+    scores = {
+        ops: score_architecture(space, g, score, batch.images[:8], batch.labels[:8], 3, 3) for ops, g in every.items()
+    }
     assert result.genotype is not None
     found = tuple(pick.op for pick in result.genotype.cells["cell"].picks)
     assert scores[found] == max(scores.values())
@@ -90,18 +93,19 @@ def test_a_budget_out_of_reach_is_refused_before_there_is_a_folder(data: Path, t
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("proxy", ["synflow", "naswot"])
+@pytest.mark.parametrize("proxy", SUPERNET_PROXIES)
 def test_a_score_depends_only_on_architecture_and_seed(proxy: Any) -> None:
     space = build_space("nb201", NETWORK)
     score_of = ZeroCost(space.layout(), ZeroCostSettings(proxy), 0).score
-    images, first, second = torch.randn(4, 1, 8, 8), sample(space.layout(), 0), sample(space.layout(), 1)
+    first, second = sample(space.layout(), 0), sample(space.layout(), 1)
+    batch = torch.randn(4, 1, 8, 8), torch.tensor([0, 4, 1, 2])
     before = torch.random.get_rng_state()
-    score = score_architecture(space, first, score_of, images, 5, 0)
+    score = score_architecture(space, first, score_of, *batch, 5, 0)
     assert torch.equal(torch.random.get_rng_state(), before), "the run's own random numbers stay as they were"
     torch.randn(3)
-    assert score_architecture(space, second, score_of, images, 5, 0) != score
-    assert score_architecture(space, first, score_of, images, 5, 0) == score
-    assert score_architecture(space, first, score_of, images, 5, 1) != score
+    assert score_architecture(space, second, score_of, *batch, 5, 0) != score
+    assert score_architecture(space, first, score_of, *batch, 5, 0) == score
+    assert score_architecture(space, first, score_of, *batch, 5, 1) != score
 
 
 @pytest.mark.parametrize(("best", "shown"), [(1234.5678, "1234.6"), (None, "not finite")])

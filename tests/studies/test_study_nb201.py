@@ -56,6 +56,9 @@ def test_arms_of_authors_recipes_differ_in_what_they_name_and_run_on_request(tab
     partial = nb201.recipe_of("darts-partial-100", 0, options)
     assert (partial.method, partial.epochs, partial.space_settings["partial_channels"]) == ("darts", 100, 4)
     assert nb201.recipe_of("pc-darts-256", 0, options).weights.lr == 0.1
+    for arm in nb201.SCORES:
+        own, common = (nb201.recipe_of(name, 1, options).to_dict() for name in (arm, "zero-cost"))
+        assert own == {**common, "method_settings": {**common["method_settings"], "proxy": arm.replace("-", "_")}}
     common = nb201.recipe_of("itnas", 0, options).method_settings
     for arm, changed in (
         ("itnas-fixed-values", {"learned_values", "feed_forward"}),

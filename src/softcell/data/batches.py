@@ -311,7 +311,7 @@ class Feeds:
         )
 
 
-def first_images(dataset: Dataset, number: int) -> Tensor:
-    """The first training images [n, c, h, w], normalised."""
+def first_batch(dataset: Dataset, number: int) -> Batch:
+    """The first training images [n, c, h, w], normalised, with their labels [n]."""
     feeds = Feeds(dataset, number, 0, torch.device("cpu"), torch.float32)
-    return next(iter(feeds.plain(dataset.train, torch.arange(number)).epoch(0))).images
+    return next(iter(feeds.plain(dataset.train, torch.arange(number)).epoch(0)))

@@ -21,7 +21,7 @@ edge keeps one operation: that is `discretisation` in `softcell.search.indicator
 
 `zero_cost`: Zero-Cost-PT (Xiang et al., 2021, arXiv:2106.06799). The score of an untrained supernet without one
 operation, whose weight the others of its edge share. The lower that score, the more the operation matters, so the
-indicator is its negative. The scores are those of `softcell.methods.parts`.
+indicator is its negative. The scores are those of `softcell.methods.proxies`.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ from softcell.arch import Cell, Genotype, Layout, Pick, Rule, WeightMix, derive
 from softcell.arch.notation import from_nb201, to_nb201
 from softcell.errors import UserError
 from softcell.files import atomic_write_bytes
-from softcell.methods.parts import Proxy, naswot, synflow
+from softcell.methods.proxies import SUPERNET_PROXIES, Proxy, prepare, score
 from softcell.settings import is_seed
-from softcell.spaces import Space, Supernet
+from softcell.spaces import Space
 
 SETS = {"cifar10": "CIFAR-10", "cifar100": "CIFAR-100", "imagenet16": "ImageNet-16-120"}
 COLUMNS = tuple(f"{name}_{split}" for name in SETS for split in ("valid", "test"))
@@ -410,31 +410,22 @@ def mean_tau(values: Sequence[float]) -> float:
     return sum(known) / len(known) if known else math.nan
 
 
-def score_supernet(proxy: Proxy, supernet: Supernet, mix: WeightMix, images: Tensor) -> float:
-    """NASWOT: log |det K| over the images [n, c, h, w]. SynFlow: Σ θ · ∂R/∂θ, for which the supernet must hold |θ|.
-
-    SynFlow reads only the shape of the images.
-    """
-    if proxy == "naswot":
-        return naswot(lambda x: supernet(x, mix), images)
-    return synflow(lambda x: supernet(x, mix), supernet.parameters(), images)
-
-
-def zero_cost(space: Space, proxy: Proxy, images: Tensor, num_classes: int, seed: int = 0) -> dict[str, Tensor]:
+def zero_cost(
+    space: Space, proxy: Proxy, images: Tensor, labels: Tensor, num_classes: int, seed: int = 0
+) -> dict[str, Tensor]:
     """Per table the importance of each operation [choices, width], padding 0, in a supernet of random weights.
 
-    images: [n, c, h, w], normalised as for training.
+    images: [n, c, h, w], normalised as for training. labels: int64 [n].
     """
     is_seed("seed", seed)
+    if proxy not in SUPERNET_PROXIES:
+        raise UserError(f"Zero-Cost-PT compares a supernet under several mixes, but its {proxy} are the same under all")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         # In float64, because SynFlow's products over all layers leave float32's range.
         supernet = space.supernet((images.shape[1], images.shape[2], images.shape[3]), num_classes).double()
     images = images.double()
-    supernet.train(proxy == "naswot")  # SynFlow's batch of ones has no useful statistics
-    if proxy == "synflow":
-        for parameter in supernet.parameters():
-            parameter.data.abs_()
+    prepare(supernet, proxy)
     layout = supernet.layout
     uniform = {t.name: t.mask().double() / t.mask().sum(1, keepdim=True) for t in layout.tables}
     found = {}
@@ -446,6 +437,6 @@ def zero_cost(space: Space, proxy: Proxy, images: Tensor, num_classes: int, seed
                 without[i, k] = 0.0
                 without[i] /= without[i].sum().clamp(min=1e-12)
                 mix = WeightMix(layout, {**uniform, table.name: without})
-                rows[i, k] = -score_supernet(proxy, supernet, mix, images)
+                rows[i, k] = -score(proxy, functools.partial(supernet, mix=mix), supernet, images, labels)
         found[table.name] = rows
     return found

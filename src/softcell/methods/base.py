@@ -188,11 +188,14 @@ class UntrainedSampler(Sampler):
     @property
     @abstractmethod
     def num_images(self) -> int:
-        """The number of training images passed to `score`."""
+        """The number of training images passed to `score`, with their labels."""
 
     @abstractmethod
-    def score(self, network: nn.Module, images: Tensor) -> float:
-        """The score of an untrained network, larger is better; images [n, c, h, w]. It may change the network."""
+    def score(self, network: nn.Module, images: Tensor, labels: Tensor) -> float:
+        """The score of an untrained network, larger is better. It may change the network.
+
+        images: [n, c, h, w], normalised. labels: int64 [n].
+        """
 
     @abstractmethod
     def findings(self) -> dict[str, Any]:

@@ -3,27 +3,19 @@
 A method creates a selection from passes over images, a planner of partial execution or an observer of gradients in
 `__init__` and assigns it to `Method.selection`, `Method.planner` or `Method.observer`. The search uses the parts that
 are there.
-
-Scores of untrained networks (zero-cost proxies), by which a sampler can compare architectures without training:
-
-NASWOT    log |det K|, K_ij = how many ReLUs treat images i and j the same (Mellor et al., ICML 2021, arXiv:2006.04647)
-SynFlow   Σ θ · ∂R/∂θ, R = Σ logits of the network of |θ| for an image of ones (Tanaka et al., NeurIPS 2020,
-          arXiv:2006.05467; as a score of networks: Abdelfattah et al., ICLR 2021, arXiv:2101.08134)
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from softcell.arch import Layout, Mix, Plan, count
-from softcell.spaces.execution import literal_modules
 
 
 class Pass(NamedTuple):
@@ -254,64 +246,3 @@ class Observer(ABC):
         The search zeroes them before an epoch, saves them in checkpoints within one, and writes their mean per step,
         averaged over processes, to `<name>.jsonl`. They are not part of the method's state.
         """
-
-
-Proxy = Literal["naswot", "synflow"]
-PROXIES: tuple[Proxy, ...] = ("naswot", "synflow")
-
-
-class _ReluCodes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Sums over all executed ReLUs, for each pair of images, whether both are active or both inactive: K [n, n]."""
-
-    def __init__(self, images: int) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.kernel = torch.zeros(images, images, dtype=torch.float64)
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        output = func(*args, **(kwargs or {}))
-        # ReLU6 is dispatched as hardtanh.
-        if func in (torch.ops.aten.relu.default, torch.ops.aten.hardtanh.default):
-            code = (output > 0).flatten(1)
-            code = code.to(torch.float32 if code.shape[1] < 2**22 else torch.float64)  # where every count is exact
-            with torch.autocast(output.device.type, enabled=False):
-                active, both = code.sum(1), code @ code.T
-            # The ReLUs in which a and b are both inactive: all without a's and b's active ones, plus the common ones.
-            inactive = code.shape[1] - active[:, None] - active[None, :] + both
-            self.kernel += (both + inactive).double().cpu()
-        return output
-
-
-@torch.no_grad()
-def naswot(forward: Callable[[Tensor], Any], images: Tensor) -> float:
-    """log |det K| over a batch of images [n, c, h, w]; -inf if no ReLU distinguishes two images.
-
-    As in the released code, every module counts its own ReLUs, even if others read the same map. log |det K| grows with
-    the number of ReLUs; counted once per map, cells of one and of six convolutions could have almost the same score.
-    """
-    codes = _ReluCodes(images.shape[0])
-    with literal_modules(), codes:
-        forward(images)
-    return float(torch.linalg.slogdet(codes.kernel).logabsdet)
-
-
-def synflow(forward: Callable[[Tensor], Tensor], parameters: Iterable[nn.Parameter], images: Tensor) -> float:
-    """Σ θ · ∂R/∂θ; of the images [n, c, h, w] only the shape matters. The parameters must be |θ|."""
-    ones = torch.ones_like(images[:1])
-    learned = [p for p in parameters if p.requires_grad]
-    gradients = torch.autograd.grad(forward(ones).sum(), learned, allow_unused=True)
-    terms = [(p.detach() * g).sum() for p, g in zip(learned, gradients, strict=True) if g is not None]
-    return float(torch.stack(terms).sum())
-
-
-def score_untrained(network: nn.Module, proxy: Proxy, images: Tensor) -> float:
-    """The score of an untrained network, larger is better; its weights are changed.
-
-    images: [n, c, h, w], normalised as for training, on the network's device. SynFlow runs in float64: its products
-    over all layers leave float32's range.
-    """
-    if proxy == "naswot":
-        return naswot(network.train(), images)
-    network = network.double().eval()  # SynFlow must not normalise by a batch of ones
-    for parameter in network.parameters():
-        parameter.data.abs_()
-    return synflow(network, network.parameters(), images.double())

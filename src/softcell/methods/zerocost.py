@@ -1,9 +1,9 @@
 """Zero-cost search: evolution by scores of untrained networks, without any training.
 
-A score of a network at initialisation replaces the accuracy it would reach: SynFlow or NASWOT
-(`softcell.methods.parts`; as a search: Mellor et al., ICML 2021, arXiv:2006.04647; Abdelfattah et al., ICLR 2021,
-arXiv:2101.08134). Evolution works as in single-path one-shot search (`softcell.arch.evolve`): children of the best
-so far, half by crossover, half by mutation. The architecture of the best score is the result.
+A score of a network at initialisation replaces the accuracy it would reach: one of `softcell.methods.proxies` (as a
+search: Mellor et al., ICML 2021, arXiv:2006.04647; Abdelfattah et al., ICLR 2021, arXiv:2101.08134). Evolution works as
+in single-path one-shot search (`softcell.arch.evolve`): children of the best so far, half by crossover, half by
+mutation. The architecture of the best score is the result.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from torch import Tensor, nn
 
 from softcell.arch import Genotype, Layout
 from softcell.arch.evolve import Evolution, Evolved, evolving
-from softcell.errors import UserError
+from softcell.errors import UserError, nearest
 from softcell.methods.base import UntrainedSampler, register_method
-from softcell.methods.parts import PROXIES, Proxy, score_untrained
+from softcell.methods.proxies import PROXIES, Proxy, score_untrained
 
 
 @dataclass(frozen=True)
 class ZeroCostSettings:
-    """`proxy`: the score, `synflow` or `naswot`; `images`: how many training images NASWOT compares.
+    """`proxy`: the score, one of `softcell.methods.proxies.PROXIES`; `images`: how many training images it sees.
 
     `generations` of `population` networks are scored; the `parents` best of all so far have children; `mutation` is the
     probability with which a choice of a mutated child is drawn again.
@@ -38,7 +38,9 @@ class ZeroCostSettings:
 
     def __post_init__(self) -> None:
         if self.proxy not in PROXIES:
-            raise UserError(f"`method.proxy` must be one of {', '.join(PROXIES)}, got {self.proxy!r}")
+            raise UserError(f"no proxy {self.proxy!r} (`method.proxy`); {nearest(self.proxy, PROXIES)}")
+        if self.proxy == "zico" and self.images < 4:
+            raise UserError(f"`method.images >= 4` must hold for zico, which halves them, but got images={self.images}")
         for name, least in (("images", 2), ("generations", 1), ("population", 2), ("parents", 1)):
             if getattr(self, name) < least:
                 raise UserError(f"`method.{name} >= {least}` must hold, but got {name}={getattr(self, name)}")
@@ -49,7 +51,9 @@ class ZeroCostSettings:
 @register_method
 class ZeroCost(UntrainedSampler):
     name: ClassVar[str] = "zero-cost"
-    about: ClassVar[str] = "zero-cost search: evolution by a score of untrained networks (SynFlow, NASWOT); no training"
+    about: ClassVar[str] = (
+        "zero-cost search: evolution by a score of untrained networks (SynFlow, NASWOT, SNIP, ...); no training"
+    )
     Settings: ClassVar[type] = ZeroCostSettings
     recipes: ClassVar[dict[str, dict[str, Any]]] = {
         "paper": {"epochs": 1, "precision": "float32", "method_settings": {"images": 128}},
@@ -80,8 +84,8 @@ class ZeroCost(UntrainedSampler):
     def num_images(self) -> int:
         return int(self.settings.images)
 
-    def score(self, network: nn.Module, images: Tensor) -> float:
-        return score_untrained(network, self.settings.proxy, images)
+    def score(self, network: nn.Module, images: Tensor, labels: Tensor) -> float:
+        return score_untrained(network, self.settings.proxy, images, labels)
 
     def findings(self) -> dict[str, Any]:
         return {"proxy": self.settings.proxy}

@@ -20,7 +20,7 @@ from softcell.engine.distributed import World, broadcast_module, on_main
 from softcell.engine.metrics import Failure, Tally, measure
 from softcell.engine.optim import apply_gradients, load_optimiser, rate_at, set_lr, sgd
 from softcell.engine.reduce import gradients_of
-from softcell.engine.session import Session, computing_in, in_precision
+from softcell.engine.session import Session, computing_in, forked_rng, in_precision
 from softcell.errors import UserError
 from softcell.kernels.shared import norms_of
 from softcell.methods import Sampler, UntrainedSampler
@@ -249,7 +249,7 @@ class UntrainedTask:
                 )
             sampler.allowed, sampler.starts = budget.is_met, budget.cheapest
             sampler.propose(0, [])  # raises before there is a run folder if nothing meets the budget
-        self._images = _first(weights, sampler.num_images)  # used only by the main process, which scores
+        self._batch = _first(weights, sampler.num_images)  # used only by the main process, which scores
 
     @property
     def num_epochs(self) -> int:
@@ -276,7 +276,7 @@ class UntrainedTask:
     def _score(self, genotype: Genotype) -> float:
         score, seed = self.sampler.score, self.recipe.seed
         return on_main(
-            lambda: score_architecture(self.space, genotype, score, self._images, self._num_classes, seed), self.world
+            lambda: score_architecture(self.space, genotype, score, *self._batch, self._num_classes, seed), self.world
         )
 
     def end_epoch(self, epoch: int) -> dict[str, Any]:
@@ -289,7 +289,7 @@ class UntrainedTask:
 
     def conclude(self, genotype: Genotype) -> dict[str, Any]:
         """The score, how many networks it is the best of, and what the architecture costs where there is a budget."""
-        about = {**self.sampler.findings(), "images": len(self._images), **self._found()}
+        about = {**self.sampler.findings(), "images": len(self._batch[0]), **self._found()}
         verdict = {} if self._budget is None else self._budget.verdict(genotype)[0]
         return {"untrained": about, **verdict}
 
@@ -312,28 +312,31 @@ class UntrainedTask:
 def score_architecture(
     space: Space,
     genotype: Genotype,
-    score: Callable[[nn.Module, Tensor], float],
+    score: Callable[[nn.Module, Tensor, Tensor], float],
     images: Tensor,
+    labels: Tensor,
     num_classes: int,
     seed: int,
 ) -> float:
     """The score of an architecture's untrained network, -inf where it is NaN; the same for the same seed.
 
-    images: [n, c, h, w], normalised as for training; the network is scored on their device.
+    images: [n, c, h, w], normalised as for training; the network is scored on their device. labels: int64 [n].
     """
-    with torch.random.fork_rng(devices=[]):
+    with forked_rng(images.device):  # also around the score: candidates such as `noise` draw numbers when they run
         # Built on the CPU, whose generator draws the same weights for every device.
         torch.manual_seed(seed)
         network = space.network(genotype, (images.shape[1], images.shape[2], images.shape[3]), num_classes)
-    found = score(network.to(images.device), images)
+        found = score(network.to(images.device), images, labels)
     return -math.inf if math.isnan(found) else found
 
 
-def _first(batches: Batches, number: int) -> Tensor:
-    """The first images [n, c, h, w] of a split, fewer where it has fewer."""
-    found: list[Tensor] = []
+def _first(batches: Batches, number: int) -> tuple[Tensor, Tensor]:
+    """The first images [n, c, h, w] of a split and their labels [n], fewer where it has fewer."""
+    images: list[Tensor] = []
+    labels: list[Tensor] = []
     for batch in batches.epoch(0):
-        found.append(batch.images)
-        if sum(map(len, found)) >= number:
+        images.append(batch.images)
+        labels.append(batch.labels)
+        if sum(map(len, images)) >= number:
             break
-    return torch.cat(found)[:number].float()
+    return torch.cat(images)[:number].float(), torch.cat(labels)[:number]

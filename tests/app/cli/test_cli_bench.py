@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import re
 import shutil
 import xml.etree.ElementTree as ET
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 
 from softcell.api import search
 from softcell.app.cli.main import run
+from softcell.methods.proxies import SUPERNET_PROXIES
 from tests.helpers.bench_tables import write_made
 from tests.helpers.report_runs import make_search, make_training
 
@@ -83,7 +85,7 @@ def test_a_search_is_shown_once_in_a_terminal(
         ([ARCH, "--table", "absent.csv"], "does not exist"),
         (["--table", "TABLE"], "nothing to look up"),
         ([ARCH, "--table", "TABLE", "--column", "accuracy"], "--column must be one of"),
-        (["--table", "TABLE", "--proxy", "magic"], "--proxy must be one of naswot, synflow"),
+        (["--table", "TABLE", "--proxy", "magic"], "no proxy 'magic' for --proxy; known: fisher, grad_norm, "),
         (["--table", "TABLE", "--convert", "absent"], "already exists"),
         (["--table", "new.csv", "--convert", "absent"], "--convert takes"),
     ],
@@ -93,6 +95,12 @@ def test_impossible_requests_are_rejected(
 ) -> None:
     assert run(["bench", "nb201", *(table if word == "TABLE" else word for word in arguments)]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_help_names_the_proxies_of_supernets(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["bench", "--help"]) == 0
+    words = set(re.findall(r"\w+", capsys.readouterr().out))
+    assert set(SUPERNET_PROXIES) <= words and "params" not in words
 
 
 def test_a_run_of_another_space_is_rejected(table: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -137,7 +145,7 @@ def test_cells_of_another_shape_are_rejected_before_any_output(
         (["--method", "random", "--set", "space.candidates=[none, sep_conv_3x3]"], "this search also has sep_conv_3x3"),
         (["--method", "darts", SMALLER], "ends in 2"),
         (["--method", "darts", "EMPTY"], "holds no run"),
-        (["--method", "darts", "--proxy", "magic"], "--proxy must be one of"),
+        (["--method", "darts", "--proxy", "params"], "no proxy 'params' for --proxy"),
         (["--method", "darts", "--csv", "TABLE"], "already exists"),
     ],
 )

@@ -61,7 +61,9 @@ def test_python_calls_raise_too(tmp_path: Path) -> None:
             lambda seed=seed: api.train(genotype, seed=seed, out=tmp_path / "run"),
             lambda seed=seed: api.search_seeds("darts", space="nb201", seed=seed, seeds=1, out=tmp_path / "run"),
             lambda seed=seed: TeacherRecipe(seed=seed),
-            lambda seed=seed: zero_cost(build_space("nb201"), "synflow", torch.zeros(1, 3, 8, 8), 2, seed),
+            lambda seed=seed: zero_cost(
+                build_space("nb201"), "synflow", torch.zeros(1, 3, 8, 8), torch.zeros(1).long(), 2, seed
+            ),
         ):
             with pytest.raises(UserError, match="seed < 2"):
                 ask()

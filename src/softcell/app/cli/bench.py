@@ -23,8 +23,8 @@ from softcell.app.report.bench201 import Benched, accuracy_rows, bench_runs
 from softcell.app.report.compare import plain_csv
 from softcell.arch import Genotype, derive
 from softcell.data import load
-from softcell.data.batches import first_images
-from softcell.errors import UserError
+from softcell.data.batches import first_batch
+from softcell.errors import UserError, nearest
 from softcell.evaluate import nb201
 from softcell.evaluate.nb201 import (
     COLUMNS,
@@ -43,7 +43,7 @@ from softcell.evaluate.nb201 import (
     zero_cost,
 )
 from softcell.methods import METHODS, Method
-from softcell.methods.parts import PROXIES, Proxy
+from softcell.methods.proxies import SUPERNET_PROXIES, Proxy
 from softcell.recipes import search_seeds_recipe
 from softcell.seeds import seed_folder
 from softcell.spaces import build_space
@@ -89,7 +89,11 @@ def bench(
     resume: Annotated[bool, typer.Option("--resume", help="With --method: resume the searches in --out.")] = False,
     proxy: Annotated[
         list[str] | None,
-        typer.Option(metavar="naswot|synflow", help="Also rank operations by Zero-Cost-PT; repeatable."),
+        typer.Option(
+            metavar="NAME",
+            help="Also rank operations by Zero-Cost-PT: naswot, jacob_cov, synflow, grad_norm, snip, grasp, fisher or "
+            "zico; repeatable.",
+        ),
     ] = None,
     column: Annotated[
         str, typer.Option(help="Accuracy of the trajectory; rankings use the valid and test columns of its dataset.")
@@ -253,9 +257,9 @@ def _taus(screen: Console, rows: Sequence[tuple[str, str, str, list[float]]]) ->
 
 def _proxies(names: Sequence[str]) -> list[Proxy]:
     for name in names:
-        if name not in PROXIES:
-            raise UserError(f"--proxy must be one of {', '.join(PROXIES)}, got {name!r}")
-    return [proxy for name in names for proxy in PROXIES if proxy == name]
+        if name not in SUPERNET_PROXIES:
+            raise UserError(f"no proxy {name!r} for --proxy; {nearest(name, SUPERNET_PROXIES)}")
+    return [proxy for name in names for proxy in SUPERNET_PROXIES if proxy == name]
 
 
 def _proxy(
@@ -264,7 +268,8 @@ def _proxy(
     """Zero-Cost-PT on an untrained supernet of the benchmark's size: its name, the cell it finds and its taus."""
     dataset = load(data, data_root, None)
     space = build_space("nb201", {"candidates": OPERATIONS})
-    found = zero_cost(space, name, first_images(dataset, 32), dataset.num_classes, seed)
+    batch = first_batch(dataset, 32)
+    found = zero_cost(space, name, batch.images, batch.labels, dataset.num_classes, seed)
     genotype = derive(space.layout(), found)
     rows: list[tuple[str, str, str, list[float]]] = []
     for split in ("valid", "test"):
