@@ -73,6 +73,18 @@ def test_norms_without_weights_have_running_statistics(training: bool, nan_memor
         torch.testing.assert_close(a, b)
 
 
+def test_training_on_a_single_value_per_channel_is_an_error() -> None:
+    """As in PyTorch, whose norms would divide by a variance of 0; in evaluation mode it is not."""
+    pool = get_candidate("avg_pool_3x3").build(Spec(4, pool_norm=True)).double()
+    cell, x = plan_derived([None], [Pick(0, 1, pool)], 1, 4, 1, DropPath(0.0)), torch.randn(1, 4, 1, 1).double()
+    for run in (lambda own: own.run(cell, [x]), lambda own: own.run_nodes(cell, [x], None)):
+        pool.train()
+        with pytest.raises(ValueError, match="more than 1 value per channel"):
+            run(DerivedPass([cell], x))
+        pool.eval()
+        torch.testing.assert_close(run(DerivedPass([cell], x))[0], pool(x))
+
+
 def network_of(space: str, seed: int, *, auxiliary: bool = True, **settings: Any) -> Network:
     torch.manual_seed(seed)
     genotype = notation.parse(DARTS_V2) if space == "darts" else None
