@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 
 from benchmarks.launches import _Counter, as_on_a_gpu
 from benchmarks.training_launches import launches
-from softcell.arch import notation, sample
+from softcell.arch import Genotype, notation, sample
 from softcell.kernels.derived import derived_cell, derived_cell_reference, derived_nodes
 from softcell.nn.calibrate import ChannelAttention, SpatialAttention, calibrated
 from softcell.nn.candidates import Spec, get_candidate
@@ -73,9 +74,24 @@ def test_norms_without_weights_have_running_statistics(training: bool, nan_memor
         torch.testing.assert_close(a, b)
 
 
-def network_of(space: str, seed: int, *, auxiliary: bool = True, **settings: Any) -> Network:
+def test_training_on_a_single_value_per_channel_is_an_error() -> None:
+    """As in PyTorch, whose norms would divide by a variance of 0; in evaluation mode it is not."""
+    pool = get_candidate("avg_pool_3x3").build(Spec(4, pool_norm=True)).double()
+    cell, x = plan_derived([None], [Pick(0, 1, pool)], 1, 4, 1, DropPath(0.0)), torch.randn(1, 4, 1, 1).double()
+    for run in (lambda own: own.run(cell, [x]), lambda own: own.run_nodes(cell, [x], None)):
+        pool.train()
+        with pytest.raises(ValueError, match="more than 1 value per channel"):
+            run(DerivedPass([cell], x))
+        pool.eval()
+        torch.testing.assert_close(run(DerivedPass([cell], x))[0], pool(x))
+
+
+def network_of(
+    space: str, seed: int, *, auxiliary: bool = True, genotype: Genotype | None = None, **settings: Any
+) -> Network:
     torch.manual_seed(seed)
-    genotype = notation.parse(DARTS_V2) if space == "darts" else None
+    if genotype is None and space == "darts":
+        genotype = notation.parse(DARTS_V2)
     built = build_space(space, {"cells": 4, "channels": 8, **settings})
     genotype = sample(built.layout(), seed) if genotype is None else genotype
     network = built.network(genotype, (3, 16, 15), 10, auxiliary=auxiliary).double()
@@ -110,6 +126,17 @@ def test_networks_equal_their_modules(space: str, seed: int, reads: str, nan_mem
     modules, images = copy.deepcopy(fused), torch.randn(4, 3, 16, 15).double()
     mine = results(fused, images, fused=True, reads=reads)
     require_close(mine, results(modules, images, fused=False, reads=reads), 1e-8)
+
+
+@pytest.mark.parametrize("outputs", [(5, 2, 3, 4), (4, 2)])
+def test_cells_may_return_some_nodes_in_any_order(outputs: tuple[int, ...], nan_memory: None) -> None:
+    genotype = notation.parse(DARTS_V2)
+    cells = {name: replace(cell, output=outputs) for name, cell in genotype.cells.items()}
+    fused = network_of("darts", 0, genotype=replace(genotype, cells=cells)).train()
+    assert all(fused.has_fused_cells())
+    modules, images = copy.deepcopy(fused), torch.randn(4, 3, 16, 15).double()
+    mine = results(fused, images, fused=True, reads="both")
+    require_close(mine, results(modules, images, fused=False, reads="both"), 1e-8)
 
 
 def test_nodes_of_a_part_have_no_gaps() -> None:
