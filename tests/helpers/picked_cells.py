@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+import softcell.spaces.oneshot1  # noqa: F401 registers its candidates
 from softcell.arch import Cell, Pick
 from softcell.nn import Spec
 from softcell.nn.conv import ConvBNReLU

@@ -301,7 +301,8 @@ def _combine_write(
     g = tl.load(gradient_ptr + node * size + at, mask=ok, other=0.0).to(tl.float32)
     if DROPS:
         g *= tl.load(factors_ptr + choice * samples + m // area, mask=m < rows, other=0.0)[:, None]
-    y = tl.load(buffer_ptr + plane * size + at, mask=ok & (normed > 0), other=0.0).to(tl.float32)
+    read = ok & (normed > 0) if BY_CHANNEL else ok
+    y = tl.load(buffer_ptr + plane * size + at, mask=read, other=0.0).to(tl.float32)
     if RECTIFIED:
         bias = tl.load(mix_ptr + (own + 1) * C + c, mask=c_ok, other=0.0)
         g = tl.where((y - mean[None, :]) * (rstd * weight)[None, :] + bias[None, :] > 0, g, 0.0)
@@ -409,8 +410,8 @@ def combine_gradient(
     own = current_settings()
     block = _rows(settings, own.sums_values)
     # Several programs per multiprocessor.
-    # A single input and its only plain sum are computed in one pass.
-    both = len(terms) == 1 and terms[0].normed
+    # The sum of a single input and its plain sum are computed in one pass.
+    both = len(terms) == 1 and terms[0].normed and mix.dim() == 2
     splits = max(1, min(triton.cdiv(rows, block), own.splits, triton.cdiv(33 * own.splits, len(reduced))))
     each = triton.cdiv(triton.cdiv(rows, splits), block) * block
     splits = triton.cdiv(rows, each)
