@@ -15,7 +15,7 @@ from softcell.nn import Spec
 from softcell.nn.conv import ConvBNReLU
 from softcell.nn.stochastic import DropPath
 from softcell.spaces import PickedCell
-from softcell.spaces._executors import AffineCell
+from softcell.spaces._affine_cells import AffineCell
 
 ONE, THREE, POOL, SKIP, ZERO = "nor_conv_1x1", "nor_conv_3x3", "avg_pool_3x3", "skip_connect", "none"
 CELLS: dict[str, tuple[tuple[int, int, str], ...]] = {

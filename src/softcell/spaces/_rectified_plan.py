@@ -27,7 +27,7 @@ from softcell.kernels.pool import NONE, Pool
 from softcell.kernels.taps import Group, Kind, Recipe, Window
 from softcell.nn.conv import ConvBNReLU
 from softcell.nn.stochastic import DropPath
-from softcell.spaces._executors import AffineCell
+from softcell.spaces._affine_cells import AffineCell
 from softcell.spaces._fused_plan import FusedCell, Unfit, pool_of
 
 Edge = tuple[int, int, nn.Module]
