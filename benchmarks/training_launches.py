@@ -26,6 +26,7 @@ from benchmarks.training import Case, cases
 from softcell.arch import notation, sample
 from softcell.evaluate import resolve
 from softcell.kernels import calibrate
+from softcell.kernels.backend import cell_settings, default_settings
 from softcell.kernels.schedule import Launch
 from softcell.nn import calibrate as calibrations
 from softcell.nn import conv
@@ -157,12 +158,14 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser("python -m benchmarks.training_launches", description=__doc__)
     parser.add_argument("--network", choices=list(cases()), default="nos")
     parser.add_argument("--rows", type=int, default=24)
+    parser.add_argument("--library-channels", type=int, default=default_settings.library_channels)
     options = parser.parse_args()
     case = cases()[options.network]
     network = network_of(case)
     for training in (True, False):
         for fused in (False, True):
-            found, uneven = launches(network, case.size, fused=fused, training=training)
+            with cell_settings(library_channels=options.library_channels):
+                found, uneven = launches(network, case.size, fused=fused, training=training)
             how = f"{'fused' if fused else 'module by module'}, {'training' if training else 'evaluation'}"
             print(f"{options.network}, {how}: {found.total():,} operations, {uneven.total():,} on maps with gaps")
             for name, count in found.most_common(options.rows):

@@ -9,12 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+import softcell.spaces.oneshot1  # noqa: F401 registers its candidates
 from softcell.arch import Cell, Pick
 from softcell.nn import Spec
 from softcell.nn.conv import ConvBNReLU
 from softcell.nn.stochastic import DropPath
 from softcell.spaces import PickedCell
-from softcell.spaces._executors import AffineCell
+from softcell.spaces._affine_cells import AffineCell
 
 ONE, THREE, POOL, SKIP, ZERO = "nor_conv_1x1", "nor_conv_3x3", "avg_pool_3x3", "skip_connect", "none"
 CELLS: dict[str, tuple[tuple[int, int, str], ...]] = {

@@ -16,8 +16,8 @@ from softcell.arch import Cell, Pick
 from softcell.kernels.cell import mixed_cell, mixed_cell_reference
 from softcell.nn import Spec
 from softcell.nn.stochastic import DropPath
-from softcell.spaces import PickedCell, _executors, _fused_plan
-from softcell.spaces._executors import plan_affine
+from softcell.spaces import PickedCell, _affine_cells, _fused_plan
+from softcell.spaces._affine_cells import plan_affine
 from softcell.spaces._fused_plan import Unfit
 from tests.helpers.kernel_runs import DEVICE, INTERPRETED, MARKS
 from tests.helpers.picked_cells import CELLS, SKIP, THREE, ZERO, form_of, inputs_of, outcome, picked, require_close
@@ -103,9 +103,9 @@ def test_what_all_cells_share_is_copied_from_the_host(monkeypatch: pytest.Monkey
         made.append(torch.full(shape, 1.0, **settings))
         return made[-1]
 
-    monkeypatch.setattr(_executors, "_ONES", {})
+    monkeypatch.setattr(_affine_cells, "_ONES", {})
     monkeypatch.setattr(torch, "ones", ones)
-    found = [_executors._ones(torch.empty(3, device="meta")) for _ in range(2)]
+    found = [_affine_cells._ones(torch.empty(3, device="meta")) for _ in range(2)]
     assert found[0] is found[1] and found[0].is_meta
     assert [one.device.type for one in made] == ["cpu"]
 

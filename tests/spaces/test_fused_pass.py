@@ -1,4 +1,4 @@
-"""What cells without a fused form gain in a fused pass: drop-path's factors are drawn for all of them at once."""
+"""What runs once for all cells in a fused pass: drop-path's factors are drawn, running statistics are collected."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from softcell.arch import sample
 from softcell.nn.stochastic import DropPath
-from softcell.spaces import Network, PickedCell, build_space, execution
-from softcell.spaces._executors import AffineCell
+from softcell.spaces import Network, PickedCell, _affine_cells, _fused_plan, build_space, execution
+from softcell.spaces._affine_cells import AffineCell
+from softcell.spaces._derived_plan import running_of
 from softcell.spaces.execution import fused_networks, is_modules_only, modules_only
 from tests.helpers.segmented_cells import twins
 
@@ -103,6 +104,30 @@ def test_nothing_is_drawn_where_nothing_is_dropped(space: str, monkeypatch: pyte
         network.eval()(images)
         network.use_drop_path(0.0)
         network.train()(images)
+
+
+@pytest.mark.parametrize("space", SPACES)
+def test_running_statistics_are_collected_once_for_all_cells(space: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(execution, "kernels_serve", lambda x: not is_modules_only())
+    network = network_of(space)
+    for norm in network.modules():
+        if isinstance(norm, nn.BatchNorm2d):
+            assert norm.running_mean is not None and norm.running_var is not None
+            norm.running_mean.uniform_(-1, 1)
+            norm.running_var.uniform_(0.5, 2)
+    calls: list[int] = []
+
+    def noted(cells: Any) -> Any:
+        calls.append(len(cells))
+        return running_of(cells)
+
+    monkeypatch.setattr(_affine_cells, "running_of", noted)
+    monkeypatch.setattr(_fused_plan, "running_by_plane", lambda *_: pytest.fail("a cell collects its own"))
+    images = torch.randn(4, 3, 9, 8).double()
+    with fused_networks():
+        mine = network.eval()(images)
+    assert calls == [3] and all(network.has_fused_cells())
+    torch.testing.assert_close(mine, network(images))
 
 
 class Counts(TorchDispatchMode):

@@ -301,7 +301,8 @@ def _combine_write(
     g = tl.load(gradient_ptr + node * size + at, mask=ok, other=0.0).to(tl.float32)
     if DROPS:
         g *= tl.load(factors_ptr + choice * samples + m // area, mask=m < rows, other=0.0)[:, None]
-    y = tl.load(buffer_ptr + plane * size + at, mask=ok & (normed > 0), other=0.0).to(tl.float32)
+    read = ok & (normed > 0) if BY_CHANNEL else ok
+    y = tl.load(buffer_ptr + plane * size + at, mask=read, other=0.0).to(tl.float32)
     if RECTIFIED:
         bias = tl.load(mix_ptr + (own + 1) * C + c, mask=c_ok, other=0.0)
         g = tl.where((y - mean[None, :]) * (rstd * weight)[None, :] + bias[None, :] > 0, g, 0.0)
@@ -325,18 +326,9 @@ def finish_moments(partial, rows, moments, planes, eps):
     settings, own = _sizes(moments)[0], current_settings()
     block = min(_rows(settings, own.moments_values), triton.next_power_of_2(partial.shape[1]))
     _finish_moments[(len(planes),)](
-        partial,
-        moments,
-        rows,
-        partial.shape[1],
-        moments.shape[1],
-        planes.start,
-        eps,
-        TILE=TILE,
-        BLOCK=block,
-        num_warps=own.moments_warps,
-        **settings,
-    )
+        partial, moments, rows, partial.shape[1], moments.shape[1], planes.start, eps, TILE=TILE, BLOCK=block,
+        num_warps=own.moments_warps, **settings,
+    )  # fmt: skip
 
 
 def normalise(y, moments, planes):
@@ -384,9 +376,7 @@ def combine(buffer, moments, mix, factors, node, terms, *, rectified=False):
     _combine[(triton.cdiv(rows, block),)](
         buffer, moments, mix, mix if factors is None else factors, table(tuple(listed), buffer.device), len(terms),
         rows, planes=len(buffer), node=node, BLOCK=block, UNROLL=UNROLL, AHEAD=current_settings().reads_ahead,
-        num_warps=4, BY_CHANNEL=mix.dim() == 2, RECTIFIED=rectified,
-        **settings,
-        **_dropping(buffer, factors),
+        num_warps=4, BY_CHANNEL=mix.dim() == 2, RECTIFIED=rectified, **settings, **_dropping(buffer, factors),
     )  # fmt: skip
 
 
@@ -408,9 +398,9 @@ def combine_gradient(
     scales, drops = mix if factors is None else factors, _dropping(buffer, factors)
     own = current_settings()
     block = _rows(settings, own.sums_values)
+    # The sum of a single input and its plain sum are computed in one pass.
+    both = len(terms) == 1 and terms[0].normed and mix.dim() == 2
     # Several programs per multiprocessor.
-    # A single input and its only plain sum are computed in one pass.
-    both = len(terms) == 1 and terms[0].normed
     splits = max(1, min(triton.cdiv(rows, block), own.splits, triton.cdiv(33 * own.splits, len(reduced))))
     each = triton.cdiv(triton.cdiv(rows, splits), block) * block
     splits = triton.cdiv(rows, each)

@@ -33,7 +33,7 @@ from softcell.nn.conv import DilatedConv, FactorisedReduction, ReLUConvBN, Separ
 from softcell.nn.norm import required, update_running
 from softcell.nn.stack import flat
 from softcell.nn.stochastic import DropPath
-from softcell.spaces._fused_plan import Unfit, pool_of
+from softcell.spaces._fused_plan import FusedCell, Unfit, pool_of
 from softcell.spaces.execution import compute_type
 
 
@@ -199,7 +199,7 @@ class DerivedPass:
             update_running(*group)
 
 
-def running_of(cells: Sequence[DerivedCell]) -> dict[int, Tensor]:
+def running_of(cells: Sequence[DerivedCell | FusedCell]) -> dict[int, Tensor]:
     """Running mean and variance by plane, [2, planes, c], for the id of each cell; one concatenation for all cells.
 
     The rows of planes without a norm are not read; they repeat those of another plane.

@@ -112,24 +112,35 @@ class FusedCell:
     norms: tuple[tuple[int, nn.BatchNorm2d], ...]  # (plane, its norm), all with the same momentum
 
     @property
+    def training(self) -> bool:
+        return self.norms[0][1].training  # all norms of a fused cell have the same mode (`remembered_form`)
+
+    @property
     def are_copies(self) -> bool:
         """Whether the flat weights are the convolutions' weights, in the same order."""
         return all(r.kind is Kind.COPY and r.matrix == r.target for r in self.recipes)
 
     def __call__(
-        self, states: Sequence[Tensor], mix: Tensor | None = None, factors: Tensor | None = None
+        self,
+        states: Sequence[Tensor],
+        mix: Tensor | None = None,
+        factors: Tensor | None = None,
+        running: Tensor | None = None,
     ) -> list[Tensor]:
         """Maps input nodes [n, c, h, w] and mixing weights, in the form of `mixed_cell`, to the values of all nodes.
 
         mix: None if every output is returned separately. factors [choices, n]: of drop-path, by choice and sample.
+        running [2, planes, c]: running mean and variance by plane, if they are known and norms use them.
         """
-        c, device = self.program.channels, states[0].device
-        training = self.norms[0][1].training
+        c, device, training = self.program.channels, states[0].device, self.training
         dtype = compute_type(states[0])
         weights = _PREPARED.get().get(id(self)) or flat_weights([self], states[0])[0]
         flat = weights.flat
         with torch.autocast(device.type, enabled=False):
-            running = None if training else running_by_plane(self.norms, self.program.planes, c)
+            if training:
+                running = None
+            elif running is None:
+                running = running_by_plane(self.norms, self.program.planes, c)
             mix = flat.detach() if mix is None else mix  # not read in this case, but kernels need a pointer
             mix = mix.to(torch.promote_types(dtype, torch.float32))
             n, _, height, width = states[0].shape

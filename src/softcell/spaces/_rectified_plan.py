@@ -27,7 +27,7 @@ from softcell.kernels.pool import NONE, Pool
 from softcell.kernels.taps import Group, Kind, Recipe, Window
 from softcell.nn.conv import ConvBNReLU
 from softcell.nn.stochastic import DropPath
-from softcell.spaces._executors import AffineCell
+from softcell.spaces._affine_cells import AffineCell
 from softcell.spaces._fused_plan import FusedCell, Unfit, pool_of
 
 Edge = tuple[int, int, nn.Module]
@@ -56,7 +56,7 @@ class _Planner:
         self.nodes = [_Node() for _ in range(inputs)]
         self.number = list(range(inputs))  # of the program's node, by the cell's
         self.paths = 0
-        self._check(nodes)
+        self._check()
         for node in range(inputs, nodes):
             self._add(node)
         self.planes, self.size, self.slots = len(self.nodes), 0, 0
@@ -65,7 +65,7 @@ class _Planner:
         self.recipes: list[Recipe] = []
         self.result: dict[int, tuple[int, bool]] = {}  # pick: (its output plane, normed)
 
-    def _check(self, nodes: int) -> None:
+    def _check(self) -> None:
         learned = [id(module) for *_, module in self.picks if any(True for _ in module.parameters())]
         if len(set(learned)) < len(learned):
             raise Unfit("edges share a module")

@@ -25,14 +25,13 @@ from softcell.nn.fused_blocks import FusedBlocks
 from softcell.nn.norm import recomputed
 from softcell.nn.stack import run_alike, run_blocks
 from softcell.nn.stochastic import DropPath
+from softcell.spaces._affine_cells import AffineCell, plan_affine
 from softcell.spaces._derived_plan import DerivedCell, plan_derived
 from softcell.spaces._derived_plan import Pick as DerivedPick
 from softcell.spaces._executors import (
-    AffineCell,
     FusedForms,
     NodeExecutor,
     NodeForms,
-    plan_affine,
     plan_outputs,
     plan_sums,
     run_by_node,

@@ -4,7 +4,8 @@
     plan_modules   the modules that read one node      `_executors`
     plan_layer     a layer of a mixed chain            `cell`
     plan_network   cells of derived networks           `_derived_plan` (DARTS), `_segment_plan` (NOS),
-                                                       `_executors` (NAS-Bench-201), `cell`
+                                                       `_affine_cells` (NAS-Bench-201), `_rectified_plan`
+                                                       (NAS-Bench-1Shot1), `cell`
 
 Fused executors run through `softcell.kernels`, on a GPU with Triton. The plain path, module by module, is the twin that
 all others are compared with; `modules_only` selects it everywhere.

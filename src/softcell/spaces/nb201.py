@@ -18,7 +18,8 @@ from softcell.errors import UserError
 from softcell.nn.candidates import Spec, get_candidate
 from softcell.nn.conv import ReLUConvBN
 from softcell.nn.norm import BatchNorm2d
-from softcell.spaces._executors import RunCell, fused_pass, mixed_pass
+from softcell.spaces._affine_cells import RunCell, fused_pass
+from softcell.spaces._executors import mixed_pass
 from softcell.spaces.base import Network, Shape, Space, Supernet, global_pool, register_space
 from softcell.spaces.cell import MixedCell, PickedCell
 from softcell.spaces.edges import SpecOf, check_ratios

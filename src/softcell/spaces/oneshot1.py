@@ -37,7 +37,7 @@ from softcell.errors import UserError
 from softcell.nn.candidates import Spec, candidate, get_candidate
 from softcell.nn.conv import ConvBNReLU
 from softcell.nn.norm import BatchNorm2d
-from softcell.spaces._executors import RunCell, fused_pass
+from softcell.spaces._affine_cells import RunCell, fused_pass
 from softcell.spaces.base import Network, Shape, Space, Supernet, global_pool, register_space
 from softcell.spaces.cell import MixedCell, PickedCell
 from softcell.spaces.edges import SpecOf
