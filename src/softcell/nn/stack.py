@@ -13,7 +13,8 @@ itself differs between blocks. Everything before and after it runs for all block
 
     reduce                             one convolution, one norm
     queries, keys, values              one batched product of rows [n·h·w, inner]
-    attention                          one after the other
+    local attention                    one kernel forward and two backward (`kernels.local.attend_together`)
+    non-local attention                torch's own
     projection, expand                 two batched products, one norm
     shortcut                           once; where the width changes one convolution, one norm
 """
@@ -27,6 +28,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from softcell.kernels.backend import runs_triton
+from softcell.kernels.local import attend_together
 from softcell.kernels.mix import product
 from softcell.kernels.shared import shares_norms
 from softcell.nn.attention import Attention, AttentionBlock, LocalAttention, NonLocalAttention
@@ -240,13 +243,7 @@ def _run(blocks: Sequence[AttentionBlock], x: Tensor) -> Tensor:
     y = torch.relu(_linears([block.reduce for block in blocks], x))
     rows = y.permute(0, 2, 3, 1).reshape(n * h * w, count, -1).transpose(0, 1).contiguous()  # [blocks, n·h·w, inner]
     packed = product(rows, _stacked([(a.queries, a.keys, a.values) for a in attentions]).to(rows.dtype))
-    maps = (own.view(n, h, w, -1).permute(0, 3, 1, 2) for own in packed.unbind())
-    rows = torch.stack(
-        [
-            attention.attend(own, *given).permute(0, 2, 3, 1).reshape(n * h * w, -1)
-            for attention, own, given in zip(attentions, maps, _embeddings(attentions), strict=True)
-        ]
-    )
+    rows = _attended(attentions, packed.view(count, n, h, w, -1)).view(count, n * h * w, -1)
     rows = torch.relu(product(rows, _stacked([(a.project,) for a in attentions]).to(rows.dtype)))
     last, norms = zip(*(_conv_and_norm(block.expand) for block in blocks), strict=True)
     rows = product(rows, _stacked([(conv,) for conv in last]).to(rows.dtype))
@@ -259,14 +256,26 @@ def _run(blocks: Sequence[AttentionBlock], x: Tensor) -> Tensor:
     return outputs
 
 
-def _embeddings(attentions: Sequence[Attention]) -> list[list[Tensor]]:
-    """The embeddings of each, as parts of one copy: a backward pass skips tensors that are no leaves and not needed."""
-    own = [attention.embeddings() for attention in attentions]
-    every = [part for parts in own for part in parts]
-    if not every:
-        return [[] for _ in attentions]
-    pieces = iter(torch.split(torch.cat([part.reshape(-1) for part in every]), [part.numel() for part in every]))
-    return [[next(pieces).view(part.shape) for part in parts] for parts in own]
+def _attended(attentions: Sequence[Attention], packed: Tensor) -> Tensor:
+    """Each attention of its part of packed [blocks, n, h, w, 3·inner]: [blocks, n, h, w, inner]"""
+    # Embeddings are one copy: a backward pass skips tensors that are no leaves and not needed.
+    every = [part for attention in attentions for part in attention.embeddings()]
+    together = torch.cat([part.reshape(-1) for part in every]) if every else packed.new_empty(0)
+    kinds = tuple((a.extent, a.heads) for a in attentions if isinstance(a, LocalAttention))
+    leading = all(isinstance(a, LocalAttention) for a in attentions[: len(kinds)])
+    if len(kinds) > 1 and leading and runs_triton(packed):
+        local, others = torch.split(packed, [len(kinds), len(attentions) - len(kinds)])
+        found = attend_together(local, together, kinds)
+        rest = [_alone(a, own) for a, own in zip(attentions[len(kinds) :], others, strict=True)]
+        return torch.cat([found, torch.stack(rest)]) if rest else found
+    pieces = iter(torch.split(together, [part.numel() for part in every]))
+    given = ([next(pieces).view(part.shape) for part in attention.embeddings()] for attention in attentions)
+    return torch.stack([_alone(a, own, *parts) for a, own, parts in zip(attentions, packed, given, strict=True)])
+
+
+def _alone(attention: Attention, packed: Tensor, *embeddings: Tensor) -> Tensor:
+    """packed [n, h, w, 3·inner]; returns [n, h, w, inner]."""
+    return attention.attend(packed.permute(0, 3, 1, 2), *embeddings).permute(0, 2, 3, 1)
 
 
 def _linears(parts: Sequence[nn.Module], x: Tensor) -> Tensor:
