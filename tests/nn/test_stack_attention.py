@@ -88,7 +88,8 @@ def test_by_kernels_blocks_match_those_in_float64(
         found = run_blocks(modules, images.requires_grad_())
         y = torch.stack([found[id(module)] for module in modules])
         own = [images, *(p for module in modules for p in module.parameters())]
-        outputs.append([y, *torch.autograd.grad(y.sin().sum(), own)])
+        running = [b for module in modules for name, b in module.named_buffers() if "running" in name]
+        outputs.append([y, *torch.autograd.grad(y.sin().sum(), own), *running])
     assert launched == [sum(name.startswith("local") for name in names)]
     for a, b in zip(*outputs, strict=True):
         assert float((a.double().cpu() - b).norm()) <= 1e-4 * float(b.norm()) + 1e-5
