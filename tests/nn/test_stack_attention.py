@@ -76,6 +76,7 @@ def test_values_gradients_and_statistics_match_the_blocks(names: tuple[str, ...]
 def test_by_kernels_blocks_match_those_in_float64(
     names: tuple[str, ...], mark: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
     spec = Spec(16, 1, affine=True, channels_in=16)
     exact = made(spec, names)
     single = [module.float().to(DEVICE) for module in made(spec, names)]
