@@ -6,6 +6,9 @@ float32. A neighbour's position contributes q·row + q·column to its logit: pro
 are computed once per pixel, not once per neighbour. In the same way gradients of positions need the slopes summed along
 the rows and columns of a neighbourhood. They are summed per program and added outside in a fixed order, so results
 repeat bit for bit.
+
+A launch runs one attention or several over maps of one size, which are the second index of its programs. KINDS has for
+each of them its first line of embeddings, extent, heads, channels of a head, and the latter two padded (HB, DB).
 """
 
 import torch
