@@ -25,6 +25,7 @@ from softcell.kernels import calibrate, indicator, library, local, mix, rows
 from softcell.kernels import cell as kernels
 from softcell.nn import attention
 from softcell.nn import calibrate as calibrations
+from softcell.nn import stack as stacked
 from softcell.spaces import _executors, _fused_plan, block, execution
 
 CASES = [
@@ -91,21 +92,17 @@ class _Local:
 
     def __init__(self, counter: _Counter) -> None:
         self._counter = counter
-        self.forward = counter.as_kernel("local", 2, self._forward)  # embeddings are joined first
+        self.forward = counter.as_kernel("local", 1, self._forward)
 
-    def _forward(self, packed: Tensor, rows: Tensor, columns: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        embeddings = torch.cat([rows.permute(2, 0, 1), columns.permute(2, 0, 1)])
-        return packed.new_zeros(*packed.shape[:3], packed.shape[3] // 3), packed.new_zeros(1), embeddings
+    def _forward(self, packed: Tensor, lines: Tensor, kinds: local.Kinds) -> tuple[Tensor, Tensor]:
+        return packed.new_zeros(*packed.shape[:-1], packed.shape[-1] // 3), packed.new_zeros(1)
 
-    def backward(
-        self, packed: Tensor, y: Tensor, lse: Tensor, embeddings: Tensor, dy: Tensor, *, positions: bool
-    ) -> Any:
-        def run() -> tuple[Tensor, Tensor, Tensor]:
-            rows, columns = (one.contiguous() for one in embeddings.permute(1, 2, 0).chunk(2, 2))
-            return torch.zeros_like(packed), rows, columns
+    def backward(self, packed: Tensor, lines: Tensor, *rest: Any, positions: bool) -> tuple[Tensor, Tensor | None]:
+        def run() -> tuple[Tensor, Tensor | None]:
+            return torch.zeros_like(packed), lines.new_zeros(2, *lines.shape) if positions else None
 
-        # Queries and positions in one kernel, keys and values in another; a sum of positions.
-        return self._counter.as_kernel("local_gradient", 3 if positions else 2, run)()
+        # Queries with positions, keys with values.
+        return self._counter.as_kernel("local_gradient", 2, run)()  # type: ignore[no-any-return]
 
 
 class _Rows:
@@ -223,7 +220,7 @@ def as_on_a_gpu(counter: _Counter, *, together: bool) -> Iterator[None]:
                 stack.enter_context(patch.object(module, name, counter.as_kernel(name, count, getattr(module, name))))
         stack.enter_context(patch.object(execution, "kernels_serve", lambda x: True))
         stack.enter_context(patch.object(execution, "grouping_blocks_pays", lambda x: together))
-        for module in (attention, local, rows):
+        for module in (attention, local, rows, stacked):
             stack.enter_context(patch.object(module, "runs_triton", lambda x: True))
         stack.enter_context(patch.object(rows, "triton_kernels", lambda family: _Rows(counter)))
         stack.enter_context(patch.object(local, "triton_kernels", lambda family: _Local(counter)))

@@ -5,6 +5,8 @@ TRITON_INTERPRET=1 pytest tests/kernels/test_kernel_local.py
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -75,7 +77,7 @@ def test_gradients_of_positions_are_computed_only_if_requested(monkeypatch: pyte
     made: list[bool] = []
     backward = triton_kernels("local").backward
 
-    def noted(*given: Tensor, positions: bool) -> tuple[Tensor, ...]:
+    def noted(*given: Any, positions: bool) -> tuple[Tensor, ...]:
         made.append(positions)
         return tuple(backward(*given, positions=positions))
 
@@ -103,3 +105,32 @@ def test_a_layer_runs_them_and_keeps_no_neighbourhood() -> None:
         exact = layer.double().cpu()(x.double().cpu())
         assert float((y.detach().cpu() - exact).norm() / exact.norm()) < 1e-5
     assert kept[0] == kept[1]
+
+
+TOGETHER = [((3, 8), (7, 4), (5, 8)), ((3, 4), (3, 4))]
+
+
+def together(packed: Tensor, embeddings: Tensor, kinds: local.Kinds, grad: Tensor, *, plain: bool) -> list[Tensor]:
+    y = (local.attend_together_reference if plain else local.attend_together)(packed, embeddings, kinds)
+    return [y, *torch.autograd.grad(y, (packed, embeddings), grad)]
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
+@pytest.mark.parametrize("c", [8, 48])
+@pytest.mark.parametrize("kinds", TOGETHER)
+def test_attentions_together_equal_separate_ones(
+    kinds: local.Kinds, c: int, dtype: torch.dtype, tolerance: float
+) -> None:
+    torch.manual_seed(0)
+    count, size = len(kinds), sum(2 * c * extent for extent, _ in kinds)
+    packed = torch.randn(count, 2, 5, 6, 3 * c, device=DEVICE).to(dtype).requires_grad_()
+    embeddings = torch.randn(size, device=DEVICE, requires_grad=True)
+    grad = torch.randn(count, 2, 5, 6, c, device=DEVICE).to(dtype)
+    found = together(packed, embeddings, kinds, grad, plain=False)
+    exact = [x.detach().cpu().double().requires_grad_() for x in (packed, embeddings)]
+    for a, b in zip(found, together(*exact, kinds, grad.cpu().double(), plain=True), strict=True):  # type: ignore[misc]
+        assert float((a.detach().double().cpu() - b.detach()).norm()) <= tolerance * float(b.detach().norm())
+    parts = torch.split(embeddings.detach(), [2 * c * extent for extent, _ in kinds])
+    for own, part, one, (extent, heads) in zip(packed, parts, found[0], kinds, strict=True):
+        alone = local.attend_packed(own.detach().permute(0, 3, 1, 2), *part.view(2, heads, -1, extent))
+        assert float((one.detach().permute(0, 3, 1, 2) - alone).norm()) <= tolerance * float(alone.norm())

@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -15,8 +16,8 @@ import torch
 
 from softcell.arch import notation, sample
 from softcell.evaluate.task import rehearse
-from softcell.kernels import warm_up
-from softcell.kernels.backend import cell_settings, has_triton
+from softcell.kernels import local, warm_up
+from softcell.kernels.backend import cell_settings, has_triton, triton_kernels
 from softcell.kernels.warm_up import (
     Compilation,
     compilations,
@@ -29,7 +30,7 @@ from softcell.spaces import build_space
 from softcell.spaces.darts import DartsNetwork
 from softcell.spaces.execution import fused_networks
 from tests.helpers.kernel_runs import INTERPRETED
-from tests.helpers.no_device import HOPPER, take_for_gpu
+from tests.helpers.no_device import HOPPER, all_kernels, take_for_gpu
 from tests.reference.published_genotypes import DARTS_V2
 
 pytestmark = pytest.mark.skipif(not has_triton() or INTERPRETED, reason="needs Triton's compiler")
@@ -164,6 +165,24 @@ def test_a_dry_run_launches_nothing_and_compiles_what_is_missing(
     assert len(list(tmp_path.glob("*/_known_moments.cubin"))) == missing
     assert warm_up_by_run(run, notes.append) == 0
     assert len(notes) == 2, "nothing to say where nothing is missing"
+
+
+def test_constants_that_are_tuples_are_the_same_for_workers_and_launches(
+    no_device: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Kernels of several local attentions have the sizes of each as a constant."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    packed, embeddings, kinds = torch.randn(2, 1, 4, 4, 12), torch.randn(2 * 4 * (3 + 3)), ((3, 4), (3, 2))
+    assert warm_up_by_run(lambda: local.attend_together(packed, embeddings, kinds)) == 1
+    compiled = sorted(tmp_path.glob("*/_forward.cubin"))
+    assert len(compiled) == 1
+    for kernel in all_kernels():  # as in another process
+        monkeypatch.setattr(kernel, "device_caches", defaultdict(kernel.create_binder))
+    own = triton_kernels("local")
+    about, grid, settings = own._sizes(packed, kinds, own.WARPS, own._values(4, kinds))
+    tensors = (packed, embeddings, torch.empty(2, 1, 4, 4, 4), torch.empty(2, 64))
+    own._forward.run(*tensors, *about, grid=grid, warmup=True, **settings)
+    assert sorted(tmp_path.glob("*/_forward.cubin")) == compiled
 
 
 def test_kernels_that_are_compiled_already_are_not_launched_in_a_dry_run(

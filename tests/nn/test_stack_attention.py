@@ -7,12 +7,14 @@ import torch
 from torch import Tensor, nn
 
 from softcell.arch import WeightMix
+from softcell.nn import stack
 from softcell.nn.attention import AttentionBlock, LocalAttention
 from softcell.nn.candidates import Spec, get_candidate
 from softcell.nn.stack import block_key, grouping_blocks_pays, run_alike, run_blocks
 from softcell.spaces import build_space, cell, execution
 from softcell.spaces.execution import modules_only
 from softcell.spaces.fullattention import CANDIDATES
+from tests.helpers.kernel_runs import DEVICE, MARKS
 
 
 def made(spec: Spec, names: tuple[str, ...] = CANDIDATES) -> list[nn.Module]:
@@ -67,6 +69,31 @@ def test_values_gradients_and_statistics_match_the_blocks(names: tuple[str, ...]
     assert len(expected) == len(found)
     for a, b in zip(expected, found, strict=True):
         torch.testing.assert_close(b, a, rtol=1e-8, atol=1e-8)
+
+
+@pytest.mark.parametrize("mark", [pytest.param(None, marks=MARKS)])
+@pytest.mark.parametrize("names", [CANDIDATES, CANDIDATES[:3]], ids=["all", "local"])
+def test_by_kernels_blocks_match_those_in_float64(
+    names: tuple[str, ...], mark: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    spec = Spec(16, 1, affine=True, channels_in=16)
+    exact = made(spec, names)
+    single = [module.float().to(DEVICE) for module in made(spec, names)]
+    x = torch.randn(2, 16, 5, 6, dtype=torch.float64).contiguous(memory_format=torch.channels_last)
+    launched: list[int] = []
+    run = stack.attend_together
+    monkeypatch.setattr(stack, "attend_together", lambda *given: launched.append(len(given[2])) or run(*given))  # type: ignore[func-returns-value]
+    outputs = []
+    for modules, images in ((single, x.float().to(DEVICE)), (exact, x)):
+        found = run_blocks(modules, images.requires_grad_())
+        y = torch.stack([found[id(module)] for module in modules])
+        own = [images, *(p for module in modules for p in module.parameters())]
+        running = [b for module in modules for name, b in module.named_buffers() if "running" in name]
+        outputs.append([y, *torch.autograd.grad(y.sin().sum(), own), *running])
+    assert launched == [sum(name.startswith("local") for name in names)]
+    for a, b in zip(*outputs, strict=True):
+        assert float((a.double().cpu() - b).norm()) <= 1e-4 * float(b.norm()) + 1e-5
 
 
 def test_modules_that_differ_or_have_hooks_run_separately() -> None:

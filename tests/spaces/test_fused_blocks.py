@@ -140,14 +140,18 @@ def test_evaluation_and_searches_are_as_before(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("mark", [pytest.param(None, marks=MARKS)])
-def test_by_kernels_they_equal_modules_in_float64(mark: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_by_kernels_they_are_as_near_to_float64_as_modules(mark: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(execution, "kernels_serve", lambda x: not is_modules_only())
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
     exact = made(0)
-    single = copy.deepcopy(exact).float().to(DEVICE)
-    assert runs_triton(next(single.parameters()))
-    mine = results(single, fused=True, monkeypatch=monkeypatch)
+    fused, modules = (copy.deepcopy(exact).float().to(DEVICE) for _ in range(2))
+    assert runs_triton(next(fused.parameters()))
+    mine = results(fused, fused=True, monkeypatch=monkeypatch)
+    others = results(modules, fused=False, monkeypatch=monkeypatch)
     theirs = results(exact, fused=False, monkeypatch=monkeypatch)
     assert mine.keys() == theirs.keys()
     for name, expected in theirs.items():
-        error = float((mine[name].double().cpu() - expected.double()).norm())
-        assert error <= 1e-3 * float(expected.double().norm()) + 1e-5, name
+        size = float(expected.double().norm()) + 1e-2
+        errors = [float((own[name].cpu().double() - expected.double()).norm()) / size for own in (mine, others)]
+        # Rounding decides about ReLUs near 0: modules in float32 are no nearer to float64.
+        assert errors[0] <= max(1e-3, 10 * errors[1]), f"{name}: {errors[0]:.2e}, modules {errors[1]:.2e}"

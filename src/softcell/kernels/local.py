@@ -9,13 +9,14 @@ are never stored; the result and one value per pixel and head are kept as well.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from softcell.kernels.backend import by_twin, is_wanted, runs_triton, triton_kernels
+from softcell.kernels.backend import by_twin, is_wanted, runs_triton, table, triton_kernels
 
 Window = tuple[Any, ...]
 """An index into the last two axes of a map."""
@@ -120,21 +121,103 @@ class _Fused(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, packed: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
         inner = packed.permute(0, 2, 3, 1).contiguous()
-        exact = [t.float() for t in (rows, columns)]
-        y, *kept = triton_kernels("local").forward(inner, *exact)
-        ctx.save_for_backward(packed, rows, columns, y, *kept)
-        return y.permute(0, 3, 1, 2)  # type: ignore[no-any-return]
+        heads, _, extent = rows.shape
+        # [lines, c], so that a thread loads the channels of a line at once.
+        lines = torch.cat([one.float().permute(2, 0, 1) for one in (rows, columns)]).flatten(1)
+        y, lse = triton_kernels("local").forward(inner[None], lines, ((extent, heads),))
+        ctx.save_for_backward(packed, rows, columns, y, lse, lines)
+        return y[0].permute(0, 3, 1, 2)  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        packed, rows, columns, y, *kept = ctx.saved_tensors
+        packed, rows, columns, y, lse, lines = ctx.saved_tensors
         if torch.is_grad_enabled():  # only the twin supports second derivatives
             dpacked, drows, dcolumns = by_twin(lambda *own: [_plainly(*own)], (packed, rows, columns), [grad])
             return dpacked, drows, dcolumns
-        inner = packed.permute(0, 2, 3, 1).contiguous()
-        dy = grad.permute(0, 2, 3, 1).to(packed.dtype).contiguous()
+        heads, d, extent = rows.shape
+        inner = packed.permute(0, 2, 3, 1).contiguous()[None]
+        dy = grad.permute(0, 2, 3, 1).to(packed.dtype).contiguous()[None]
         wanted = is_wanted(ctx, 1) or is_wanted(ctx, 2)  # architecture steps need no gradient of these
-        out, drows, dcolumns = triton_kernels("local").backward(inner, y, *kept, dy, positions=wanted)
+        given = (inner, lines, y, lse, dy, ((extent, heads),))
+        out, partial = triton_kernels("local").backward(*given, positions=wanted)
+        dpacked = out[0].permute(0, 3, 1, 2)
         if not wanted:
-            return out.permute(0, 3, 1, 2), None, None
-        return out.permute(0, 3, 1, 2), drows.to(rows.dtype), dcolumns.to(columns.dtype)
+            return dpacked, None, None
+        # In the memory order of parameters, which autograd would otherwise copy.
+        sums = partial.new_empty(2, heads, d, extent)
+        torch.sum(partial.view(-1, 2, extent, heads, d), 0, out=sums.permute(0, 3, 1, 2))
+        return dpacked, sums[0].to(rows.dtype), sums[1].to(columns.dtype)
+
+
+Kinds = tuple[tuple[int, int], ...]
+"""The extent and the heads of each of several attentions."""
+
+
+def attend_together(packed: Tensor, embeddings: Tensor, kinds: Kinds) -> Tensor:
+    """Several attentions over maps of one size, by one launch each way and kernel where Triton is available.
+
+    packed [attentions, n, h, w, 3·c]; embeddings [Σ 2 · c · extent]: rows and columns [heads, d, extent] of each, one
+    after the other. Returns [attentions, n, h, w, c].
+    """
+    if not runs_triton(packed):
+        return attend_together_reference(packed, embeddings, kinds)
+    result: Tensor = _Together.apply(packed, embeddings, kinds)  # type: ignore[no-untyped-call]
+    return result
+
+
+def attend_together_reference(packed: Tensor, embeddings: Tensor, kinds: Kinds) -> Tensor:
+    """The plain twin of `attend_together`."""
+    c = packed.shape[-1] // 3
+    parts = torch.split(embeddings, [2 * c * extent for extent, _ in kinds])
+    found = []
+    for own, part, (extent, heads) in zip(packed, parts, kinds, strict=True):
+        rows, columns = part.view(2, heads, -1, extent)
+        found.append(_plainly(own.permute(0, 3, 1, 2), rows, columns).permute(0, 2, 3, 1))
+    return torch.stack(found)
+
+
+class _Together(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, packed: Tensor, embeddings: Tensor, kinds: Kinds) -> Tensor:
+        ctx.kinds = kinds
+        c = packed.shape[-1] // 3
+        packed = packed.contiguous()
+        to_lines = table((_order(kinds, c)[0],), packed.device)[0]
+        lines = embeddings.float().index_select(0, to_lines).view(-1, c)
+        y, lse = triton_kernels("local").forward(packed, lines, kinds)
+        ctx.save_for_backward(packed, embeddings, y, lse, lines)
+        return y  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        packed, embeddings, y, lse, lines = ctx.saved_tensors
+        if torch.is_grad_enabled():
+
+            def twin(*own: Tensor | None) -> list[Tensor]:
+                own_packed, own_embeddings = own
+                assert own_packed is not None and own_embeddings is not None
+                return [attend_together_reference(own_packed, own_embeddings, ctx.kinds)]
+
+            dpacked, dembeddings = by_twin(twin, (packed, embeddings), [grad])
+            return dpacked, dembeddings, None
+        wanted = is_wanted(ctx, 1)
+        given = (packed, lines, y, lse, grad.to(packed.dtype).contiguous(), ctx.kinds)
+        out, partial = triton_kernels("local").backward(*given, positions=wanted)
+        if not wanted:
+            return out, None, None
+        to_vector = table((_order(ctx.kinds, lines.shape[1])[1],), packed.device)[0]
+        return out, partial.sum(0).view(-1).index_select(0, to_vector).to(embeddings.dtype), None
+
+
+@functools.cache
+def _order(kinds: Kinds, c: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Places of embeddings [c, extent] in lines [extent, c], rows and columns of each attention; and the reverse."""
+    to_lines, start = [], 0
+    for extent, _ in kinds:
+        for _ in range(2):
+            to_lines += [start + channel * extent + line for line in range(extent) for channel in range(c)]
+            start += c * extent
+    to_vector = [0] * len(to_lines)
+    for place, source in enumerate(to_lines):
+        to_vector[source] = place
+    return tuple(to_lines), tuple(to_vector)

@@ -6,6 +6,9 @@ float32. A neighbour's position contributes q·row + q·column to its logit: pro
 are computed once per pixel, not once per neighbour. In the same way gradients of positions need the slopes summed along
 the rows and columns of a neighbourhood. They are summed per program and added outside in a fixed order, so results
 repeat bit for bit.
+
+A launch runs one attention or several over maps of one size, which are the second index of its programs. KINDS has for
+each of them its first line of embeddings, extent, heads, channels of a head, and the latter two padded (HB, DB).
 """
 
 import torch
@@ -56,8 +59,8 @@ def _by_column(embeddings_ptr, q, at, ok, C: tl.constexpr, K: tl.constexpr):
     return found
 
 
-@triton.jit(do_not_specialize=["pixels", "height", "width"])
-def _forward(
+@triton.jit
+def _attend(
     packed_ptr, embeddings_ptr, y_ptr, lse_ptr, pixels, height, width,
     K: tl.constexpr, H: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, HB: tl.constexpr, DB: tl.constexpr,
 ):  # fmt: skip
@@ -104,8 +107,8 @@ def _forward(
     tl.store(lse_ptr + m[:, None] * H + head, largest + tl.log(total), mask=m_ok[:, None] & (head < H))
 
 
-@triton.jit(do_not_specialize=["pixels", "height", "width"])
-def _backward_queries(
+@triton.jit
+def _queries(
     packed_ptr, embeddings_ptr, y_ptr, lse_ptr, dy_ptr, delta_ptr, out_ptr, partial_ptr, pixels, height, width,
     K: tl.constexpr, H: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, HB: tl.constexpr, DB: tl.constexpr,
     POSITIONS: tl.constexpr,
@@ -130,7 +133,7 @@ def _backward_queries(
     down_columns = ()  # slopes summed down each column
     for _ in tl.static_range(K):
         down_columns += (tl.zeros((BLOCK, HB), dtype=tl.float32),)
-    lines = partial_ptr + tl.program_id(0).to(tl.int64) * (2 * K * C) + channel
+    lines = partial_ptr + channel
     for a in range(K):
         down = a - K // 2
         row_ok = m_ok & (i + down >= 0) & (i + down < height)
@@ -161,8 +164,8 @@ def _backward_queries(
     tl.store(out_ptr + at, dq.to(out_ptr.dtype.element_ty), mask=ok)
 
 
-@triton.jit(do_not_specialize=["pixels", "height", "width"])
-def _backward_keys(
+@triton.jit
+def _keys(
     packed_ptr, embeddings_ptr, lse_ptr, dy_ptr, delta_ptr, out_ptr, pixels, height, width,
     K: tl.constexpr, H: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, HB: tl.constexpr, DB: tl.constexpr,
 ):  # fmt: skip
@@ -200,47 +203,100 @@ def _backward_keys(
     tl.store(out_ptr + at + 2 * C, dv.to(out_ptr.dtype.element_ty), mask=ok)
 
 
-def _sizes(packed, heads, d, warps, values):
-    n, height, width, channels = packed.shape
-    assert channels == 3 * heads * d and packed.is_contiguous()
-    hb, db = triton.next_power_of_2(heads), triton.next_power_of_2(d)
-    block = max(1, 32 * warps * values // (hb * db))
-    settings = {"H": heads, "D": d, "BLOCK": block, "HB": hb, "DB": db, "num_warps": warps}
-    return (n * height * width, height, width), triton.cdiv(n * height * width, block), settings
+@triton.jit(do_not_specialize=["pixels", "height", "width"])
+def _forward(
+    packed_ptr, embeddings_ptr, y_ptr, lse_ptr, pixels, height, width, KINDS: tl.constexpr, C: tl.constexpr,
+    HEADS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    for v in tl.static_range(len(KINDS)):
+        if tl.program_id(1) == v:
+            before = pixels.to(tl.int64) * v
+            _attend(
+                packed_ptr + before * (3 * C), embeddings_ptr + KINDS[v][0] * C, y_ptr + before * C,
+                lse_ptr + before * HEADS, pixels, height, width, KINDS[v][1], KINDS[v][2], KINDS[v][3], BLOCK,
+                KINDS[v][4], KINDS[v][5],
+            )  # fmt: skip
 
 
-def forward(packed, rows, columns):
-    """packed [n, h, w, 3·c], embeddings float32 [heads, d, extent]; returns y [n, h, w, c] and what `backward` needs:
+@triton.jit(do_not_specialize=["pixels", "height", "width"])
+def _backward_queries(
+    packed_ptr, embeddings_ptr, y_ptr, lse_ptr, dy_ptr, delta_ptr, out_ptr, partial_ptr, pixels, height, width,
+    KINDS: tl.constexpr, C: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr, LINES: tl.constexpr,
+    POSITIONS: tl.constexpr,
+):  # fmt: skip
+    for v in tl.static_range(len(KINDS)):
+        if tl.program_id(1) == v:
+            before = pixels.to(tl.int64) * v
+            partial = partial_ptr + (tl.program_id(0).to(tl.int64) * LINES + KINDS[v][0]) * C
+            _queries(
+                packed_ptr + before * (3 * C), embeddings_ptr + KINDS[v][0] * C, y_ptr + before * C,
+                lse_ptr + before * HEADS, dy_ptr + before * C, delta_ptr + before * HEADS,
+                out_ptr + before * (3 * C), partial, pixels, height, width, KINDS[v][1], KINDS[v][2], KINDS[v][3],
+                BLOCK, KINDS[v][4], KINDS[v][5], POSITIONS,
+            )  # fmt: skip
 
-    lse [n, h, w, heads] and the embeddings [2·extent, heads, d], rows first.
+
+@triton.jit(do_not_specialize=["pixels", "height", "width"])
+def _backward_keys(
+    packed_ptr, embeddings_ptr, lse_ptr, dy_ptr, delta_ptr, out_ptr, pixels, height, width, KINDS: tl.constexpr,
+    C: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    for v in tl.static_range(len(KINDS)):
+        if tl.program_id(1) == v:
+            before = pixels.to(tl.int64) * v
+            _keys(
+                packed_ptr + before * (3 * C), embeddings_ptr + KINDS[v][0] * C, lse_ptr + before * HEADS,
+                dy_ptr + before * C, delta_ptr + before * HEADS, out_ptr + before * (3 * C), pixels, height, width,
+                KINDS[v][1], KINDS[v][2], KINDS[v][3], BLOCK, KINDS[v][4], KINDS[v][5],
+            )  # fmt: skip
+
+
+def _sizes(packed, kinds, warps, values):
+    """Arguments and settings of a launch: one program per block of pixels and attention."""
+    count, n, height, width, channels = packed.shape
+    c = channels // 3
+    assert channels == 3 * c and count == len(kinds) and packed.is_contiguous()
+    own, line = [], 0
+    for extent, heads in kinds:
+        own.append((line, extent, heads, c // heads, triton.next_power_of_2(heads), triton.next_power_of_2(c // heads)))
+        line += 2 * extent
+    block = max(1, 32 * warps * values // max(hb * db for *_, hb, db in own))
+    most = max(heads for _, heads in kinds)
+    settings = {"KINDS": tuple(own), "C": c, "HEADS": most, "BLOCK": block, "num_warps": warps}
+    pixels = n * height * width
+    return (pixels, height, width), (triton.cdiv(pixels, block), count), settings
+
+
+def _values(c, kinds):
+    return WIDE if any(c // heads % 8 == 0 for _, heads in kinds) else NARROW
+
+
+def forward(packed, embeddings, kinds):
+    """Several attentions over maps of one size. kinds: the extent and heads of each.
+
+    packed [attentions, n, h, w, 3·c] and embeddings float32 [lines, c], of each attention those of its extent's rows,
+    then its columns. Returns y [attentions, n, h, w, c] and, for `backward`, lse [attentions, n·h·w · most heads].
     """
-    heads, d, extent = rows.shape
-    embeddings = torch.cat([rows.permute(2, 0, 1), columns.permute(2, 0, 1)])
-    about, programs, settings = _sizes(packed, heads, d, WARPS, WIDE if d % 8 == 0 else NARROW)
-    shape = packed.shape[:3]
-    y = packed.new_empty(*shape, packed.shape[3] // 3)
-    lse = torch.empty(*shape, heads, dtype=torch.float32, device=packed.device)
-    if programs:
-        _forward[(programs,)](packed, embeddings, y, lse, *about, K=extent, **settings)
-    return y, lse, embeddings
+    c = packed.shape[-1] // 3
+    about, grid, settings = _sizes(packed, kinds, WARPS, _values(c, kinds))
+    y = packed.new_empty(*packed.shape[:-1], c)
+    lse = torch.empty(len(kinds), about[0] * settings["HEADS"], dtype=torch.float32, device=packed.device)
+    if about[0]:
+        _forward[grid](packed, embeddings, y, lse, *about, **settings)
+    return y, lse
 
 
-def backward(packed, y, lse, embeddings, dy, *, positions=True):
-    """Gradients of packed, rows and columns, given that of y [n, h, w, c]; without `positions`, only that of packed."""
-    lines, heads, d = embeddings.shape
-    extent = lines // 2
+def backward(packed, embeddings, y, lse, dy, kinds, *, positions=True):
+    """The gradient of packed, given that of y; with `positions` also that of embeddings [programs, lines, c], to be
+    summed over programs, otherwise None.
+    """
+    lines, c = embeddings.shape
     out, delta = torch.empty_like(packed), torch.empty_like(lse)
-    about, programs, settings = _sizes(packed, heads, d, WARPS, WIDE if d % 8 == 0 else NARROW)
-    partial = torch.empty(programs if positions else 0, lines, heads, d, dtype=torch.float32, device=packed.device)
-    if programs:
+    about, grid, settings = _sizes(packed, kinds, WARPS, _values(c, kinds))
+    partial = torch.empty(grid[0] if positions else 0, lines, c, dtype=torch.float32, device=packed.device)
+    if about[0]:
         given = (packed, embeddings, y, lse, dy, delta, out, partial, *about)
-        _backward_queries[(programs,)](*given, K=extent, **settings, POSITIONS=positions)
-        about, programs, settings = _sizes(packed, heads, d, 1, NARROW if d == 1 else WIDE)
-        given = (packed, embeddings, lse, dy, delta, out, *about)
-        _backward_keys[(programs,)](*given, K=extent, **settings)
-    if not positions:
-        return out, None, None
-    # In the memory order of parameters, which autograd would otherwise copy.
-    sums = torch.empty(2, heads, d, extent, dtype=torch.float32, device=packed.device)
-    torch.sum(partial.view(-1, 2, extent, heads, d), 0, out=sums.permute(0, 3, 1, 2))
-    return out, *sums.unbind()
+        _backward_queries[grid](*given, **settings, LINES=lines, POSITIONS=positions)
+        about, grid, settings = _sizes(packed, kinds, 1, NARROW if any(c // heads <= 2 for _, heads in kinds) else WIDE)
+        _backward_keys[grid](packed, embeddings, lse, dy, delta, out, *about, **settings)
+    return out, partial if positions else None

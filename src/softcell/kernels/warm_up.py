@@ -304,7 +304,8 @@ def compile_one(job: Compilation, target: Target) -> Any:
 
     kernel = getattr(importlib.import_module(job.module), job.name)
     given = json.loads(job.specialization)
-    constants = dict(zip(map(tuple, given["constant_keys"]), given["constant_vals"], strict=True))
+    values = map(_tuples, given["constant_vals"])  # JSON has lists instead of tuples
+    constants = dict(zip(map(tuple, given["constant_keys"]), values, strict=True))
     attributes = dict(zip(map(tuple, given["attrs_keys"]), given["attrs_vals"], strict=True))
     options = {name: _tuples(value) for name, value in given["options"].items()}
     source = ASTSource(kernel, given["signature"], constants, attributes)

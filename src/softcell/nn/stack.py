@@ -13,7 +13,8 @@ itself differs between blocks. Everything before and after it runs for all block
 
     reduce                             one convolution, one norm
     queries, keys, values              one batched product of rows [n·h·w, inner]
-    attention                          one after the other
+    local attention                    one kernel forward and two backward (`kernels.local.attend_together`)
+    non-local attention                torch's own
     projection, expand                 two batched products, one norm
     shortcut                           once; where the width changes one convolution, one norm
 """
@@ -27,11 +28,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from softcell.kernels.backend import runs_triton
+from softcell.kernels.local import attend_together
 from softcell.kernels.mix import product
+from softcell.kernels.rows import normed
 from softcell.kernels.shared import shares_norms
 from softcell.nn.attention import Attention, AttentionBlock, LocalAttention, NonLocalAttention
 from softcell.nn.conv import ReLUConvBN
-from softcell.nn.norm import BatchNorm2d, normalise_over_ranks
+from softcell.nn.norm import BatchNorm2d, normalise_over_ranks, update_running_by_plane
 
 K = TypeVar("K", bound=Hashable)
 LARGEST = 2**17
@@ -237,20 +241,14 @@ def run_alike(modules: Sequence[nn.Module | None], x: Tensor) -> Tensor | None:
 def _run(blocks: Sequence[AttentionBlock], x: Tensor) -> Tensor:
     first, count, attentions = blocks[0], len(blocks), [block.attention for block in blocks]
     n, _, h, w = x.shape
-    y = torch.relu(_linears([block.reduce for block in blocks], x))
+    y = _linears([block.reduce for block in blocks], x, relu=True)
     rows = y.permute(0, 2, 3, 1).reshape(n * h * w, count, -1).transpose(0, 1).contiguous()  # [blocks, n·h·w, inner]
     packed = product(rows, _stacked([(a.queries, a.keys, a.values) for a in attentions]).to(rows.dtype))
-    maps = (own.view(n, h, w, -1).permute(0, 3, 1, 2) for own in packed.unbind())
-    rows = torch.stack(
-        [
-            attention.attend(own, *given).permute(0, 2, 3, 1).reshape(n * h * w, -1)
-            for attention, own, given in zip(attentions, maps, _embeddings(attentions), strict=True)
-        ]
-    )
+    rows = _attended(attentions, packed.view(count, n, h, w, -1)).view(count, n * h * w, -1)
     rows = torch.relu(product(rows, _stacked([(a.project,) for a in attentions]).to(rows.dtype)))
     last, norms = zip(*(_conv_and_norm(block.expand) for block in blocks), strict=True)
     rows = product(rows, _stacked([(conv,) for conv in last]).to(rows.dtype))
-    y = normalise(rows.transpose(0, 1).reshape(n, h, w, -1).permute(0, 3, 1, 2), norms)
+    y = _normed(rows.transpose(0, 1).reshape(n, h, w, -1).permute(0, 3, 1, 2), norms)
     small, y = first.pool(x), first.pool(y)
     if isinstance(first.widen, nn.Identity):
         outputs: Tensor = y.unflatten(1, (count, -1)) + small[:, None]
@@ -259,20 +257,48 @@ def _run(blocks: Sequence[AttentionBlock], x: Tensor) -> Tensor:
     return outputs
 
 
-def _embeddings(attentions: Sequence[Attention]) -> list[list[Tensor]]:
-    """The embeddings of each, as parts of one copy: a backward pass skips tensors that are no leaves and not needed."""
-    own = [attention.embeddings() for attention in attentions]
-    every = [part for parts in own for part in parts]
-    if not every:
-        return [[] for _ in attentions]
-    pieces = iter(torch.split(torch.cat([part.reshape(-1) for part in every]), [part.numel() for part in every]))
-    return [[next(pieces).view(part.shape) for part in parts] for parts in own]
+def _attended(attentions: Sequence[Attention], packed: Tensor) -> Tensor:
+    """Each attention of its part of packed [blocks, n, h, w, 3·inner]: [blocks, n, h, w, inner]"""
+    # Embeddings are one copy: a backward pass skips tensors that are no leaves and not needed.
+    every = [part for attention in attentions for part in attention.embeddings()]
+    together = torch.cat([part.reshape(-1) for part in every]) if every else packed.new_empty(0)
+    kinds = tuple((a.extent, a.heads) for a in attentions if isinstance(a, LocalAttention))
+    leading = all(isinstance(a, LocalAttention) for a in attentions[: len(kinds)])
+    if len(kinds) > 1 and leading and runs_triton(packed):
+        local, others = torch.split(packed, [len(kinds), len(attentions) - len(kinds)])
+        found = attend_together(local, together, kinds)
+        rest = [_alone(a, own) for a, own in zip(attentions[len(kinds) :], others, strict=True)]
+        return torch.cat([found, *(one[None] for one in rest)]) if rest else found
+    pieces = iter(torch.split(together, [part.numel() for part in every]))
+    given = ([next(pieces).view(part.shape) for part in attention.embeddings()] for attention in attentions)
+    return torch.stack([_alone(a, own, *parts) for a, own, parts in zip(attentions, packed, given, strict=True)])
 
 
-def _linears(parts: Sequence[nn.Module], x: Tensor) -> Tensor:
+def _alone(attention: Attention, packed: Tensor, *embeddings: Tensor) -> Tensor:
+    """packed [n, h, w, 3·inner]; returns [n, h, w, inner]."""
+    return attention.attend(packed.permute(0, 3, 1, 2), *embeddings).permute(0, 2, 3, 1)
+
+
+def _linears(parts: Sequence[nn.Module], x: Tensor, *, relu: bool = False) -> Tensor:
     """Convolutions of x [n, c, h, w] with their norms, concatenated: [n, parts · c', h, w]"""
     convs, norms = zip(*(_conv_and_norm(part) for part in parts), strict=True)
-    return normalise(F.conv2d(x, torch.cat([conv.weight for conv in convs])), norms)
+    return _normed(F.conv2d(x, torch.cat([conv.weight for conv in convs])), norms, relu=relu)
+
+
+def _normed(y: Tensor, norms: Sequence[nn.BatchNorm2d], *, relu: bool = False) -> Tensor:
+    """`normalise`, then ReLU if asked; by kernels, running statistics are updated with those of all other norms."""
+    first = norms[0]
+    if not (first.training and runs_triton(y)) or shares_norms():
+        y = normalise(y, norms)
+        return torch.relu(y) if relu else y
+    scale, shift = (
+        torch.cat([norm.get_parameter(name) for norm in norms]) if first.affine else None for name in ("weight", "bias")
+    )
+    y, mean, variance = normed(y, scale, shift, first.eps, relu=relu)
+    rows = y.numel() // y.shape[1]
+    planes = (mean.view(len(norms), -1), variance.view(len(norms), -1))
+    update_running_by_plane(list(enumerate(norms)), *planes, rows / max(rows - 1, 1))
+    return y
 
 
 def _stacked(convs: Sequence[tuple[nn.Conv2d, ...]]) -> Tensor:

@@ -17,7 +17,7 @@ followed by average pooling, so that stage 1 is at most 56×56.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -276,22 +276,21 @@ class FullAttentionNetwork(Network):
 
     def features(self, x: Tensor) -> list[Tensor]:
         if not (self.training and plan_network(x)):
-            return self._run(self.skeleton.begin(x), None, [None] * len(self.cells))
+            return self._run(self.skeleton.begin(x), list(self.cells))
         blocks = FusedBlocks([m for m in self.modules() if isinstance(m, AttentionBlock)], compute_type(x))
-        counts = [cell.num_dropped() for cell in self._chains()]
+        chains = [cell for cell in self.cells if isinstance(cell, PickedChain)]
+        counts = [cell.num_dropped() for cell in chains]
         factors: Sequence[Tensor | None] = [None] * len(counts)
         if self.drop_path.probability > 0:
             factors = torch.split(self.drop_path.factors(x, sum(counts)), counts)
+        runs = [functools.partial(cell, factors=own, blocks=blocks) for cell, own in zip(chains, factors, strict=True)]
         with updates_together():
-            return self._run(self.skeleton.shrink(blocks.run(self.skeleton.stem, x)), blocks, factors)
+            return self._run(self.skeleton.shrink(blocks.run(self.skeleton.stem, x)), runs)
 
-    def _chains(self) -> list[PickedChain]:
-        return [cell for cell in self.cells if isinstance(cell, PickedChain)]
-
-    def _run(self, x: Tensor, blocks: FusedBlocks | None, factors: Sequence[Tensor | None]) -> list[Tensor]:
+    def _run(self, x: Tensor, cells: Sequence[Callable[[list[Tensor]], list[Tensor]]]) -> list[Tensor]:
         found = []
-        for cell, own, is_last in zip(self._chains(), factors, self._is_last, strict=True):
-            x = cell([x], own, blocks)[-1]
+        for cell, is_last in zip(cells, self._is_last, strict=True):
+            x = cell([x])[-1]
             if is_last:
                 found.append(x)
         return found
