@@ -88,6 +88,14 @@ def test_without_triton_the_twin_runs(kind: str) -> None:
         assert torch.equal(a, b)
 
 
+def test_a_single_value_per_channel_is_refused_as_by_torch() -> None:
+    z = torch.randn(1, 3, 1, 1)
+    with pytest.raises(ValueError, match="more than 1 value per channel"):
+        rows.normed(z, None, None, 1e-5)
+    with pytest.raises(ValueError, match="more than 1 value per channel"):
+        F.batch_norm(z, None, None, training=True)
+
+
 @pytest.mark.parametrize("mark", [pytest.param(None, marks=MARKS)])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
 @pytest.mark.parametrize("shape", [(3, 6, 5, 7), (2, 48, 17, 16), (1, 100, 4, 4)])

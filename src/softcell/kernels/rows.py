@@ -36,6 +36,8 @@ def normed(
     weight and bias (γ and β) [c], or None for ones and zeros; shortcut like z; factors [n] float32. Statistics have no
     gradient of their own. Uses Triton kernels where available, on channels-last maps.
     """
+    if z.numel() <= z.shape[1]:
+        raise ValueError(f"training needs more than 1 value per channel, but got {tuple(z.shape)}")
     if not runs_triton(z):
         return normed_reference(z, weight, bias, eps, relu=relu, shortcut=shortcut, factors=factors)
     result: tuple[Tensor, Tensor, Tensor] = _Normed.apply(z, weight, bias, shortcut, factors, eps, relu)  # type: ignore[no-untyped-call]
