@@ -227,7 +227,7 @@ def distribute_gradient(
     node: int,
     terms: Sequence[Term],
 ) -> None:
-    """gradient[t.plane] = factors[t.choice] · gradient[node], for inputs without norms of which none is a node.
+    """gradient[t.plane] = factors[t.choice] · gradient[node], for inputs that have no norm and are not nodes.
 
     This is `combine_gradient` with a mix per channel, in which their weights are ones: nothing is reduced.
     """
