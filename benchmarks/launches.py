@@ -26,7 +26,7 @@ from softcell.kernels import cell as kernels
 from softcell.nn import attention
 from softcell.nn import calibrate as calibrations
 from softcell.nn import stack as stacked
-from softcell.spaces import _executors, _fused_plan, block, execution
+from softcell.spaces import _executors, _fused_cell, block, execution
 
 CASES = [
     Case("nos", {}, (3, 32, 32), 2, "nos"),
@@ -53,7 +53,7 @@ KERNELS: list[tuple[Any, dict[str, int]]] = [
             **{"normalise_gradient": 2, "weight_gradient": 2, "combine_gradient": 3},
         },
     ),
-    (_fused_plan, {"compose": 1, "compose_gradient": 1}),
+    (_fused_cell, {"compose": 1, "compose_gradient": 1}),
     (library, {"store": 1}),
 ]
 """Launches of each kernel's host function when it has work to do."""

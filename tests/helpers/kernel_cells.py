@@ -11,7 +11,8 @@ from torch import Tensor
 from softcell.arch import Live, WeightMix
 from softcell.nn.stochastic import DropPath
 from softcell.spaces import build_space
-from softcell.spaces._fused_plan import FusedCell, plan
+from softcell.spaces._fused_cell import FusedCell
+from softcell.spaces._fused_plan import plan
 from softcell.spaces.cell import MixedCell
 from softcell.spaces.execution import modules_only
 

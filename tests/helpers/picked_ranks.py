@@ -13,7 +13,7 @@ from softcell.engine import distributed
 from softcell.engine.optim import classification_step
 from softcell.kernels.cell import mixed_cell
 from softcell.kernels.shared import local_norms
-from softcell.spaces import _fused_plan, build_space
+from softcell.spaces import _fused_cell, build_space
 from softcell.spaces.execution import fused_networks, modules_only
 from tests.helpers.fused_ranks import SIZE, Counted, fuse_by_twins, part_of
 from tests.helpers.picked_cells import CELLS, RECTIFIED, inputs_of, outcome, picked
@@ -47,7 +47,7 @@ def steps_on_rank(world: distributed.World, folder: Path) -> dict[str, Any]:
         ran += 1
         return mixed_cell(*given, **named)
 
-    _fused_plan.mixed_cell = counted  # type: ignore[assignment]
+    _fused_cell.mixed_cell = counted  # type: ignore[assignment]
     with Counted() as fused:
         shared = network_steps(part, world)
     with Counted() as local, local_norms():

@@ -31,7 +31,7 @@ from softcell.search.task import SearchTask
 from softcell.spaces import _derived_plan, build_space, execution
 from softcell.spaces import cell as cells
 from softcell.spaces._derived_plan import DerivedPass
-from softcell.spaces._fused_plan import FusedCell
+from softcell.spaces._fused_cell import FusedCell
 from tests.helpers.engine_launch import run_as_rank
 
 Settings = dict[str, Any]

@@ -16,7 +16,7 @@ from softcell.arch import Cell, Pick
 from softcell.kernels.cell import mixed_cell, mixed_cell_reference
 from softcell.nn import Spec
 from softcell.nn.stochastic import DropPath
-from softcell.spaces import PickedCell, _affine_cells, _fused_plan
+from softcell.spaces import PickedCell, _affine_cells, _fused_cell
 from softcell.spaces._affine_cells import plan_affine
 from softcell.spaces._fused_plan import Unfit
 from tests.helpers.kernel_runs import DEVICE, INTERPRETED, MARKS
@@ -39,7 +39,7 @@ def both(name: str, *, training: bool, drops: bool, **options: Any) -> tuple[dic
 def test_a_derived_cell_equals_its_modules(
     name: str, training: bool, drops: bool, function: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_fused_plan, "mixed_cell", function)
+    monkeypatch.setattr(_fused_cell, "mixed_cell", function)
     mine, theirs = both(name, training=training, drops=drops)
     require_close(mine, theirs, 1e-10)
     if drops:  # something was dropped

@@ -17,7 +17,7 @@ from torch import Tensor
 from softcell.kernels import norm, pool, taps
 from softcell.kernels.backend import has_triton, triton_kernels
 from softcell.kernels.cell import Program
-from softcell.spaces._fused_plan import FusedCell
+from softcell.spaces._fused_cell import FusedCell
 from tests.helpers.kernel_cells import (
     OneSite,
     build_cell,

@@ -22,7 +22,7 @@ from softcell.kernels.pool import Pool, pool, pool_reference
 from softcell.kernels.taps import tiles
 from softcell.nn import Spec
 from softcell.nn.stochastic import DropPath
-from softcell.spaces import PickedCell, _fused_plan, build_space
+from softcell.spaces import PickedCell, _fused_cell, build_space
 from softcell.spaces._fused_plan import Unfit
 from softcell.spaces._rectified_plan import plan_rectified
 from tests.helpers.kernel_runs import DEVICE, INTERPRETED, MARKS
@@ -69,7 +69,7 @@ def library_runs(request: pytest.FixtureRequest) -> Iterator[bool]:
 def test_a_derived_cell_equals_its_modules(
     name: str, training: bool, drops: bool, function: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_fused_plan, "mixed_cell", function)
+    monkeypatch.setattr(_fused_cell, "mixed_cell", function)
     mine, theirs = both(name, training=training, drops=drops)
     require_close(mine, theirs, 1e-10)
     if drops:  # something was dropped

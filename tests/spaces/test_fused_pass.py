@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from softcell.arch import sample
 from softcell.nn.stochastic import DropPath
-from softcell.spaces import Network, PickedCell, _affine_cells, _fused_plan, build_space, execution
+from softcell.spaces import Network, PickedCell, _affine_cells, _fused_cell, build_space, execution
 from softcell.spaces._affine_cells import AffineCell
 from softcell.spaces._derived_plan import running_of
 from softcell.spaces.execution import fused_networks, is_modules_only, modules_only
@@ -122,7 +122,7 @@ def test_running_statistics_are_collected_once_for_all_cells(space: str, monkeyp
         return running_of(cells)
 
     monkeypatch.setattr(_affine_cells, "running_of", noted)
-    monkeypatch.setattr(_fused_plan, "running_by_plane", lambda *_: pytest.fail("a cell collects its own"))
+    monkeypatch.setattr(_fused_cell, "running_by_plane", lambda *_: pytest.fail("a cell collects its own"))
     images = torch.randn(4, 3, 9, 8).double()
     with fused_networks():
         mine = network.eval()(images)

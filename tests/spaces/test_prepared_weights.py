@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from softcell.arch import WeightMix
 from softcell.arch.notation import from_nb201
 from softcell.spaces import Supernet, _executors, build_space, execution
-from softcell.spaces._fused_plan import FusedCell, flat_weights, prepared_weights
+from softcell.spaces._fused_cell import FusedCell, flat_weights, prepared_weights
 from softcell.spaces.execution import fused_networks, is_modules_only
 
 SIZES: dict[str, dict[str, Any]] = {"nb201": {"cells_per_stage": 1}, "darts": {"cells": 3, "nodes": 2}}
@@ -73,7 +73,7 @@ def test_cells_that_share_launches_have_the_same_bits(
         prepared.append(len(cells))
         return flat_weights(cells, x)
 
-    monkeypatch.setattr("softcell.spaces._fused_plan.flat_weights", noted)
+    monkeypatch.setattr("softcell.spaces._fused_cell.flat_weights", noted)
     mine = results(together, autocast=autocast)
     assert prepared == [3], "one call serves all cells"
     prepared.clear()

@@ -17,7 +17,7 @@ from softcell.arch import count
 from softcell.arch.notation import from_nb201, to_nb201
 from softcell.kernels.cell import Program, mixed_cell
 from softcell.nn.stochastic import DropPath
-from softcell.spaces import Network, Space, _fused_plan, build_space, execution
+from softcell.spaces import Network, Space, _fused_cell, build_space, execution
 from softcell.spaces.execution import fused_networks, is_modules_only
 
 TABLE = "nb201_200epochs.csv.gz"
@@ -130,7 +130,7 @@ def test_a_fused_network_equals_its_modules(training: bool, served: None, monkey
         ran += 1
         return mixed_cell(*given, **named)
 
-    monkeypatch.setattr(_fused_plan, "mixed_cell", counted)
+    monkeypatch.setattr(_fused_cell, "mixed_cell", counted)
     with fused_networks():
         mine = steps(fused, training=training)
     assert ran == 2 * 6
@@ -175,7 +175,7 @@ def test_cells_of_a_pass_draw_their_factors_together(served: None, monkeypatch: 
         return mixed_cell(program, *rest, **named)
 
     monkeypatch.setattr(DropPath, "factors", factors)
-    monkeypatch.setattr(_fused_plan, "mixed_cell", noted)
+    monkeypatch.setattr(_fused_cell, "mixed_cell", noted)
     with fused_networks():
         network.train()(torch.randn(4, 3, 8, 8, dtype=torch.float64))
         network.eval()(torch.randn(4, 3, 8, 8, dtype=torch.float64))

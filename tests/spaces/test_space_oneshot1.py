@@ -17,7 +17,7 @@ from softcell.kernels.cell import mixed_cell
 from softcell.methods.darts import Darts, DartsSettings
 from softcell.methods.itnas import ItNas, ItNasSettings
 from softcell.methods.snas import Snas, SnasSettings, concrete
-from softcell.spaces import Network, _fused_plan, build_space, execution
+from softcell.spaces import Network, _fused_cell, build_space, execution
 from softcell.spaces.execution import fused_networks, is_modules_only
 from softcell.spaces.oneshot1 import OneShot1Space1, OneShot1Space2, OneShot1Space3, counts, raw_count
 from softcell.testing import one_hot, tiny_space
@@ -311,7 +311,7 @@ def test_a_fused_network_equals_its_modules(
         ran += 1
         return mixed_cell(*given, **named)
 
-    monkeypatch.setattr(_fused_plan, "mixed_cell", counted)
+    monkeypatch.setattr(_fused_cell, "mixed_cell", counted)
     with fused_networks():
         mine = steps(small_network(number, seed), training=training)
     assert ran == 2 * 3

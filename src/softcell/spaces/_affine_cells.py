@@ -23,7 +23,8 @@ from torch import Tensor, nn
 from softcell.nn.norm import updates_together
 from softcell.nn.stochastic import DropPath
 from softcell.spaces._derived_plan import running_of
-from softcell.spaces._fused_plan import Entry, FusedCell, Norms, plan, prepared_weights
+from softcell.spaces._fused_cell import FusedCell, Norms, prepared_weights
+from softcell.spaces._fused_plan import Entry, plan
 
 if TYPE_CHECKING:
     from softcell.spaces.cell import PickedCell

@@ -33,7 +33,8 @@ from softcell.nn.conv import DilatedConv, FactorisedReduction, ReLUConvBN, Separ
 from softcell.nn.norm import required, update_running
 from softcell.nn.stack import flat
 from softcell.nn.stochastic import DropPath
-from softcell.spaces._fused_plan import FusedCell, Unfit, pool_of
+from softcell.spaces._fused_cell import FusedCell
+from softcell.spaces._fused_plan import Unfit, pool_of
 from softcell.spaces.execution import compute_type
 
 

@@ -23,16 +23,8 @@ from softcell.nn.calibrate import Calibration, run_calibrations
 from softcell.nn.conv import FactorisedReduction, ReLUFirst
 from softcell.nn.norm import recomputed
 from softcell.nn.stack import grouped, run_stacked, stack_key
-from softcell.spaces._fused_plan import (
-    Entry,
-    Form,
-    FusedCell,
-    Norms,
-    plan,
-    plan_apart,
-    prepared_weights,
-    remembered_form,
-)
+from softcell.spaces._fused_cell import FusedCell, Norms, prepared_weights
+from softcell.spaces._fused_plan import Entry, Form, plan, plan_apart, remembered_form
 from softcell.spaces.block import watched
 from softcell.spaces.edges import Bottleneck, NodeInputs, PartialChannels, node_value
 from softcell.spaces.execution import Execution, is_modules_only, plan_modules, shares_activations

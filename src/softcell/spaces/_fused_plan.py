@@ -1,205 +1,22 @@
-"""Mixed cells that run as one program of `softcell.kernels`: the program with its modules, and how it is planned.
+"""Plans mixed cells as one program of `softcell.kernels`.
 
 `plan` creates a `FusedCell` from a cell's live candidates, or raises the reason why their modules must run one by one.
-These classes own no parameters: weights and running statistics stay in the modules, under their names.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from types import MappingProxyType
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
-from softcell.kernels.cell import Program, Wave, mixed_cell
+from softcell.kernels.cell import Program, Wave
 from softcell.kernels.norm import Term
 from softcell.kernels.pool import NONE, Pool
-from softcell.kernels.schedule import backward_on_second_stream
-from softcell.kernels.shared import SharedRows, shares_norms
-from softcell.kernels.taps import Group, Kind, Recipe, Window, compose, compose_gradient, flat_kernels
+from softcell.kernels.taps import Group, Kind, Recipe, Window
 from softcell.nn.conv import AveragePool, DilatedConv, FactorisedReduction, ReLUConvBN, SeparableConv
-from softcell.nn.norm import required, update_running_by_plane
-from softcell.nn.stack import as_vector, parts_of
-from softcell.spaces.execution import compute_type
-
-
-class _Flattened(torch.autograd.Function):
-    """The flat weights of several cells, and the same in the dtype of computation; see `flat_weights`."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, cells: Sequence[FusedCell], dtype: torch.dtype, stream: torch.cuda.Stream | None, *weights: Tensor
-    ) -> tuple[Tensor, ...]:
-        ctx.cells = cells
-        ctx.set_materialize_grads(False)
-        sizes = [cell.program.size for cell in cells]
-        with torch.cuda.stream(stream):
-            flat = factors = torch.cat([as_vector(w) for w in weights])
-            if not all(cell.are_copies for cell in cells):
-                flat = factors.new_empty(sum(sizes))
-                for cell, own, out in zip(cells, _by_cell(cells, factors), torch.split(flat, sizes), strict=True):
-                    compose(own, out, cell.recipes, cell.program.channels)
-            converted = torch.split(flat.to(dtype), sizes)
-        ctx.save_for_backward(factors, *weights)
-        ctx.mark_non_differentiable(*converted)
-        return *torch.split(flat, sizes), *converted
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        cells: Sequence[FusedCell] = ctx.cells
-        factors, *weights = ctx.saved_tensors
-        found: list[Tensor | None] = []
-        # The converted weights have no gradient.
-        for cell, own, gradient in zip(cells, _by_cell(cells, factors), gradients[: len(cells)], strict=True):
-            mine = weights[len(found) : len(found) + len(cell.convolutions)]
-            found += [None] * len(mine) if gradient is None else cell.weight_gradients(mine, own, gradient)
-        return None, None, None, *found
-
-
-def _by_cell(cells: Sequence[FusedCell], factors: Tensor) -> Sequence[Tensor]:
-    """The part of each cell in the concatenated weights of all cells."""
-    return torch.split(factors, [sum(w.numel() for w in cell.parameters()) for cell in cells])
-
-
-@dataclass(frozen=True, slots=True)
-class FlatWeights:
-    """The weights of a cell as its program reads them: flat [size], and the same in the dtype of computation."""
-
-    flat: Tensor
-    converted: Tensor
-
-
-def flat_weights(cells: Sequence[FusedCell], x: Tensor) -> list[FlatWeights]:
-    """The weights of several cells in as few launches as those of one; x: any tensor of the pass."""
-    if not cells:
-        return []
-    dtype = compute_type(x)  # read outside of the context, which disables autocast
-    with torch.autocast(x.device.type, enabled=False), backward_on_second_stream(x.device) as stream:
-        weights = [w for cell in cells for w in cell.parameters()]
-        found = _Flattened.apply(cells, dtype, stream, *weights)  # type: ignore[no-untyped-call]
-    return [FlatWeights(*pair) for pair in zip(found[: len(cells)], found[len(cells) :], strict=True)]
-
-
-_ALIGNED = 16
-"""Weights of several cells share a vector only if all sizes are multiples of this, so that kernels read whole words."""
-
-_PREPARED: ContextVar[Mapping[int, FlatWeights]] = ContextVar("prepared_weights", default=MappingProxyType({}))
-
-
-@contextmanager
-def prepared_weights(cells: Sequence[FusedCell], x: Tensor) -> Iterator[None]:
-    """Within this context `cells`, all different, read weights that are flattened and converted together."""
-    own = [] if any(cell.program.size % _ALIGNED for cell in cells) else cells
-    token = _PREPARED.set(dict(zip(map(id, own), flat_weights(own, x), strict=True)))
-    try:
-        yield
-    finally:
-        _PREPARED.reset(token)
-
-
-@dataclass(frozen=True, slots=True)
-class FusedCell:
-    """A program and the modules it reads."""
-
-    program: Program
-    recipes: tuple[Recipe, ...]  # composes the flat weights from the concatenated weights of the convolutions
-    convolutions: tuple[nn.Conv2d, ...]
-    norms: tuple[tuple[int, nn.BatchNorm2d], ...]  # (plane, its norm), all with the same momentum
-
-    @property
-    def training(self) -> bool:
-        return self.norms[0][1].training  # all norms of a fused cell have the same mode (`remembered_form`)
-
-    @property
-    def are_copies(self) -> bool:
-        """Whether the flat weights are the convolutions' weights, in the same order."""
-        return all(r.kind is Kind.COPY and r.matrix == r.target for r in self.recipes)
-
-    def __call__(
-        self,
-        states: Sequence[Tensor],
-        mix: Tensor | None = None,
-        factors: Tensor | None = None,
-        running: Tensor | None = None,
-    ) -> list[Tensor]:
-        """Maps input nodes [n, c, h, w] and mixing weights, in the form of `mixed_cell`, to the values of all nodes.
-
-        mix: None if every output is returned separately. factors [choices, n]: of drop-path, by choice and sample.
-        running [2, planes, c]: running mean and variance by plane, if they are known and norms use them.
-        """
-        c, device, training = self.program.channels, states[0].device, self.training
-        dtype = compute_type(states[0])
-        weights = _PREPARED.get().get(id(self)) or flat_weights([self], states[0])[0]
-        flat = weights.flat
-        with torch.autocast(device.type, enabled=False):
-            if training:
-                running = None
-            elif running is None:
-                running = running_by_plane(self.norms, self.program.planes, c)
-            mix = flat.detach() if mix is None else mix  # not read in this case, but kernels need a pointer
-            mix = mix.to(torch.promote_types(dtype, torch.float32))
-            n, _, height, width = states[0].shape
-            stride = self.program.stride
-            own_rows = n * -(-height // stride) * -(-width // stride)
-            shared = SharedRows(own_rows) if training and shares_norms() else None
-            own = (self.program, dtype, mix, flat, running, factors)
-            nodes, moments = mixed_cell(*own, *states, shared=shared, converted=weights.converted)
-            if training:
-                rows: int | Tensor = own_rows
-                if shared is not None and shared.total is not None:
-                    rows = shared.total.clamp(min=2)  # a check would stall the device
-                elif own_rows <= 1:
-                    raise ValueError(f"training needs more than 1 value per channel, but got {tuple(nodes[0].shape)}")
-                update_running_by_plane(self.norms, moments[0], moments[2], rows / (rows - 1))
-        return [*states, *nodes]
-
-    def parameters(self) -> list[Tensor]:
-        """The convolutions' weights, in the order of the recipes."""
-        return [conv.weight for conv in self.convolutions]
-
-    def flatten(self, weights: Sequence[Tensor]) -> Tensor:
-        """The flat weights [size] from tensors like `parameters()`, by plain autograd."""
-        return flat_kernels(torch.cat([as_vector(w) for w in weights]), self.recipes, self.program.channels)
-
-    def weight_gradients(self, weights: Sequence[Tensor], factors: Tensor, gradient: Tensor) -> list[Tensor]:
-        """The gradients of tensors like `parameters()`, concatenated in `factors`, from that of the flat weights."""
-        # For second order, weights are composed by plain autograd, since `compose_gradient` has no derivative.
-        if torch.is_grad_enabled():
-            return list(torch.autograd.grad(self.flatten(weights), weights, gradient, create_graph=True))
-        found = gradient.contiguous()
-        if not self.are_copies:
-            found = torch.empty_like(factors)
-            compose_gradient(factors, gradient, found, self.recipes, self.program.channels)
-        return parts_of(found, weights)
-
-
-Norms = Sequence[tuple[int, nn.BatchNorm2d]]
-"""(plane, its norm), all with the same momentum."""
-
-
-def running_by_plane(norms: Norms, planes: int, channels: int) -> Tensor:
-    """[2, planes, c]: running mean and variance by plane; the rows of planes without a norm are not read."""
-    means = torch.stack([required(m.running_mean) for _, m in norms])
-    variances = torch.stack([required(m.running_var) for _, m in norms])
-    running = means.new_zeros(2, planes, channels)
-    where = _positions(tuple(plane for plane, _ in norms), means.device)
-    return running.index_copy_(1, where, torch.stack([means, variances]))
-
-
-# Cached, since copying an index to the device in each step would stall a GPU.
-_POSITIONS: dict[tuple[tuple[int, ...], torch.device], Tensor] = {}
-
-
-def _positions(planes: tuple[int, ...], device: torch.device) -> Tensor:
-    key = (planes, device)
-    if key not in _POSITIONS:
-        _POSITIONS[key] = torch.tensor(planes, device=device)
-    return _POSITIONS[key]
+from softcell.spaces._fused_cell import FusedCell, Norms
 
 
 @dataclass(frozen=True, slots=True)

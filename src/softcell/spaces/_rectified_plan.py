@@ -28,7 +28,8 @@ from softcell.kernels.taps import Group, Kind, Recipe, Window
 from softcell.nn.conv import ConvBNReLU
 from softcell.nn.stochastic import DropPath
 from softcell.spaces._affine_cells import AffineCell
-from softcell.spaces._fused_plan import FusedCell, Unfit, pool_of
+from softcell.spaces._fused_cell import FusedCell
+from softcell.spaces._fused_plan import Unfit, pool_of
 
 Edge = tuple[int, int, nn.Module]
 """Source, target and module of a pick that is not zero."""

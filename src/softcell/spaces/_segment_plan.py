@@ -31,7 +31,8 @@ from softcell.nn.calibrate import Calibration, calibrated, run_calibrations
 from softcell.nn.conv import DilatedConv, FactorisedReduction, ReLUConvBN, SeparableConv
 from softcell.nn.stochastic import DropPath
 from softcell.spaces._derived_plan import DerivedCell, DerivedPass, Pick, plan_derived
-from softcell.spaces._fused_plan import Norms, Unfit, pool_of
+from softcell.spaces._fused_cell import Norms
+from softcell.spaces._fused_plan import Unfit, pool_of
 from softcell.spaces.edges import total
 from softcell.spaces.execution import plan_modules
 

@@ -37,7 +37,8 @@ from softcell.spaces._executors import (
     run_by_node,
     run_fused_cell,
 )
-from softcell.spaces._fused_plan import Entry, FusedCell, Unfit, remembered_form
+from softcell.spaces._fused_cell import FusedCell
+from softcell.spaces._fused_plan import Entry, Unfit, remembered_form
 from softcell.spaces._rectified_plan import plan_rectified
 from softcell.spaces._segment_plan import SegmentedCell, is_known, plan_segments
 from softcell.spaces.block import Block, calibrates
