@@ -13,9 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from softcell.arch import sample
 from softcell.nn.stochastic import DropPath
-from softcell.spaces import Network, PickedCell, _affine_cells, _fused_cell, build_space, execution
+from softcell.spaces import Network, PickedCell, _fused_cell, build_space, execution
 from softcell.spaces._affine_cells import AffineCell
-from softcell.spaces._derived_plan import running_of
+from softcell.spaces._fused_cell import running_of
 from softcell.spaces.execution import fused_networks, is_modules_only, modules_only
 from tests.helpers.segmented_cells import twins
 
@@ -121,8 +121,7 @@ def test_running_statistics_are_collected_once_for_all_cells(space: str, monkeyp
         calls.append(len(cells))
         return running_of(cells)
 
-    monkeypatch.setattr(_affine_cells, "running_of", noted)
-    monkeypatch.setattr(_fused_cell, "running_by_plane", lambda *_: pytest.fail("a cell collects its own"))
+    monkeypatch.setattr(_fused_cell, "running_of", noted)
     images = torch.randn(4, 3, 9, 8).double()
     with fused_networks():
         mine = network.eval()(images)

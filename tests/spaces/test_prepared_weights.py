@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from softcell.arch import WeightMix
 from softcell.arch.notation import from_nb201
 from softcell.spaces import Supernet, _executors, build_space, execution
-from softcell.spaces._fused_cell import FusedCell, flat_weights, prepared_weights
-from softcell.spaces.execution import fused_networks, is_modules_only
+from softcell.spaces._fused_cell import FusedCell, prepare
+from softcell.spaces.execution import fused_networks, is_modules_only, modules_only
 
 SIZES: dict[str, dict[str, Any]] = {"nb201": {"cells_per_stage": 1}, "darts": {"cells": 3, "nodes": 2}}
 
@@ -67,19 +67,19 @@ def test_cells_that_share_launches_have_the_same_bits(
     monkeypatch.setattr(execution, "kernels_serve", lambda x: not is_modules_only())
     together = supernet_of(space)
     alone = copy.deepcopy(together)
-    prepared: list[int] = []
+    calls: list[int] = []
 
     def noted(cells: Any, x: Tensor) -> Any:
-        prepared.append(len(cells))
-        return flat_weights(cells, x)
+        calls.append(len(cells))
+        return prepare(cells, x)
 
-    monkeypatch.setattr("softcell.spaces._fused_cell.flat_weights", noted)
+    monkeypatch.setattr("softcell.spaces._fused_cell.prepare", noted)
     mine = results(together, autocast=autocast)
-    assert prepared == [3], "one call serves all cells"
-    prepared.clear()
-    monkeypatch.setattr(_executors, "prepared_weights", lambda cells, x: nullcontext())
+    assert calls == [3], "one call serves all cells"
+    calls.clear()
+    monkeypatch.setattr(_executors, "prepared", lambda cells, x: nullcontext())
     expected = results(alone, autocast=autocast)
-    assert prepared == [1, 1, 1]
+    assert calls == [1, 1, 1]
     assert len(mine) == len(expected)
     assert all(torch.equal(a, b) for a, b in zip(mine, expected, strict=True))
 
@@ -91,7 +91,7 @@ def cells_of(supernet: Supernet) -> list[FusedCell]:
 def test_weights_of_all_cells_are_concatenated_and_converted_once() -> None:
     cells = cells_of(supernet_of("nb201"))
     with Named() as operations, torch.autocast("cpu", torch.bfloat16):
-        found = flat_weights(cells, torch.zeros(1))
+        found = prepare(cells, torch.zeros(1))
     assert (operations.seen.count("aten.cat"), operations.seen.count("aten._to_copy")) == (1, 1)
     for cell, own in zip(cells, found, strict=True):
         assert torch.equal(own.flat, cell.flatten(cell.parameters()))
@@ -100,21 +100,34 @@ def test_weights_of_all_cells_are_concatenated_and_converted_once() -> None:
 
 def test_vectors_of_odd_sizes_are_not_shared() -> None:
     """Kernels may read weights of a cell as whole words, so each vector must begin at the start of one."""
-    cells = cells_of(supernet_of("nb201", channels=3))
-    assert any(cell.program.size % 16 for cell in cells)
-    x = torch.zeros(1)
-    with Named() as operations, prepared_weights(cells, x):
-        assert not operations.seen
-    even = cells_of(supernet_of("nb201", channels=4))
-    with prepared_weights(even, torch.zeros(1)):
-        starts = [own.converted.storage_offset() for own in flat_weights(even, torch.zeros(1))]
-    assert len(starts) == 3 and not any(start % 16 for start in starts)
+    for channels, num_shared in ((3, 1), (4, 3)):
+        cells = cells_of(supernet_of("nb201", channels=channels))
+        assert any(cell.program.size % 16 for cell in cells) is (channels == 3)
+        found = prepare(cells, torch.zeros(1))
+        storages = [own.converted.untyped_storage().data_ptr() for own in found]
+        assert all(storages.count(one) == num_shared for one in storages)
+        assert not any(own.converted.storage_offset() % 16 for own in found)
+
+
+def test_running_statistics_of_all_cells_are_collected_by_one_concatenation(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(execution, "kernels_serve", lambda x: not is_modules_only())
+    supernet = supernet_of("nb201")
+    for norm in (module for module in supernet.modules() if isinstance(module, nn.BatchNorm2d)):
+        assert norm.running_mean is not None and norm.running_var is not None
+        norm.running_mean.uniform_(-1, 1)
+        norm.running_var.uniform_(0.5, 2)
+    (mix, _), images = mix_of(supernet), torch.randn(4, 3, 8, 8)
+    with Named() as operations, torch.no_grad():
+        mine = supernet.eval()(images, mix)
+    assert (operations.seen.count("aten.cat"), operations.seen.count("aten.stack")) == (2, 3)
+    with modules_only(), torch.no_grad():
+        torch.testing.assert_close(mine, supernet(images, mix), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("space", SIZES)
 def test_second_derivatives_are_those_of_plain_concatenation(space: str) -> None:
     cells = cells_of(supernet_of(space).double())
-    (own, *_), cell = flat_weights(cells, torch.zeros(1).double()), cells[0]
+    (own, *_), cell = prepare(cells, torch.zeros(1).double()), cells[0]
     weights = cell.parameters()
     found = []
     for flat in (own.flat, cell.flatten(weights)):
@@ -125,7 +138,7 @@ def test_second_derivatives_are_those_of_plain_concatenation(space: str) -> None
 
 def test_cells_whose_weights_are_not_used_get_no_gradient() -> None:
     cells = cells_of(supernet_of("darts"))
-    first, second, _ = flat_weights(cells, torch.zeros(1))
+    first, second, _ = prepare(cells, torch.zeros(1))
     second.flat.sum().backward()
     assert all(w.grad is None for w in cells[0].parameters())
     assert all(w.grad is not None for w in cells[1].parameters())

@@ -22,8 +22,7 @@ from torch import Tensor, nn
 
 from softcell.nn.norm import updates_together
 from softcell.nn.stochastic import DropPath
-from softcell.spaces._derived_plan import running_of
-from softcell.spaces._fused_cell import FusedCell, Norms, prepared_weights
+from softcell.spaces._fused_cell import FusedCell, Norms, prepared
 from softcell.spaces._fused_plan import Entry, plan
 
 if TYPE_CHECKING:
@@ -55,14 +54,13 @@ class AffineCell:
         factors: Tensor | None = None,
         *,
         mix: Tensor | None = None,
-        running: Tensor | None = None,
     ) -> list[Tensor]:
         """Values of the input nodes to those of all nodes, each [n, c, h, w].
 
         factors [1 + paths, n]: of drop-path, after a row of ones for identities; None: nothing is dropped. mix: of
-        `affine_mixes`, and running: as for `FusedCell`, if they are known.
+        `affine_mixes`, if it is known.
         """
-        values = self.cell(states, affine_mixes([self])[0] if mix is None else mix, factors, running)
+        values = self.cell(states, affine_mixes([self])[0] if mix is None else mix, factors)
         return values if self.places is None else [values[place] for place in self.places]
 
     def rows(self) -> list[Tensor]:
@@ -130,13 +128,10 @@ def fused_pass(cells: Iterable[PickedCell], x: Tensor, *, rectified: bool = Fals
     drawn = _drawn(forms[0][0].drop_path, x, counts, [form is not None for _, form in forms])
     fused = [form for _, form in forms if form is not None]
     mixes = iter(affine_mixes(fused) if fused else ())
-    with updates_together(), prepared_weights([form.cell for form in fused], x):
-        known = running_of([form.cell for form in fused if not form.cell.training])
+    with updates_together(), prepared([form.cell for form in fused], x):
         runs = zip(forms, drawn, strict=True)
         yield [
-            partial(cell, factors=own)
-            if form is None
-            else partial(form, factors=own, mix=next(mixes), running=known.get(id(form.cell)))
+            partial(cell, factors=own) if form is None else partial(form, factors=own, mix=next(mixes))
             for (cell, form), own in runs
         ]
 

@@ -5,7 +5,6 @@ These classes own no parameters: weights and running statistics stay in the modu
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -30,10 +29,10 @@ from softcell.kernels.derived import (
 from softcell.kernels.schedule import Schedule
 from softcell.kernels.shared import shares_norms
 from softcell.nn.conv import DilatedConv, FactorisedReduction, ReLUConvBN, SeparableConv
-from softcell.nn.norm import required, update_running
+from softcell.nn.norm import update_running
 from softcell.nn.stack import flat
 from softcell.nn.stochastic import DropPath
-from softcell.spaces._fused_cell import FusedCell
+from softcell.spaces._fused_cell import running_of
 from softcell.spaces._fused_plan import Unfit, pool_of
 from softcell.spaces.execution import compute_type
 
@@ -198,23 +197,6 @@ class DerivedPass:
                 variances.append(variance[plane])
         for group in found.values():
             update_running(*group)
-
-
-def running_of(cells: Sequence[DerivedCell | FusedCell]) -> dict[int, Tensor]:
-    """Running mean and variance by plane, [2, planes, c], for the id of each cell; one concatenation for all cells.
-
-    The rows of planes without a norm are not read; they repeat those of another plane.
-    """
-    rows: list[Tensor] = []
-    for cell in cells:
-        norms, (_, other) = dict(cell.norms), cell.norms[0]
-        own = [norms.get(plane, other) for plane in range(cell.program.planes)]
-        rows += [*(required(norm.running_mean) for norm in own), *(required(norm.running_var) for norm in own)]
-    if not rows:
-        return {}
-    sizes = [(2, cell.program.planes, cell.program.channels) for cell in cells]
-    parts = torch.split(torch.cat(rows), [math.prod(size) for size in sizes])
-    return {id(cell): part.view(size) for cell, part, size in zip(cells, parts, sizes, strict=True)}
 
 
 def plan_derived(

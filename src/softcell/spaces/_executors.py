@@ -23,7 +23,7 @@ from softcell.nn.calibrate import Calibration, run_calibrations
 from softcell.nn.conv import FactorisedReduction, ReLUFirst
 from softcell.nn.norm import recomputed
 from softcell.nn.stack import grouped, run_stacked, stack_key
-from softcell.spaces._fused_cell import FusedCell, Norms, prepared_weights
+from softcell.spaces._fused_cell import FusedCell, Norms, prepared
 from softcell.spaces._fused_plan import Entry, Form, plan, plan_apart, remembered_form
 from softcell.spaces.block import watched
 from softcell.spaces.edges import Bottleneck, NodeInputs, PartialChannels, node_value
@@ -207,7 +207,8 @@ class NodeExecutor:
 def mixed_pass(cells: Iterable[MixedCell], mix: Mix, x: Tensor) -> Iterator[None]:
     """Within this context, which a pass of all cells of a supernet needs only for speed, fused cells share launches.
 
-    Their weights are flattened and converted together. x: any tensor of the batch, [n, ...].
+    Their weights are flattened and converted, and running statistics collected, together. x: any tensor of the batch,
+    [n, ...].
     """
     forms = [
         form
@@ -215,7 +216,7 @@ def mixed_pass(cells: Iterable[MixedCell], mix: Mix, x: Tensor) -> Iterator[None
         if plan_execution(cell, mix, site, x) is Execution.FUSED_CELL
         and (form := cell.fused(mix.live(site))) is not None
     ]
-    with prepared_weights(forms, x):
+    with prepared(forms, x):
         yield
 
 

@@ -1,18 +1,19 @@
 """A cell that runs as one program of `softcell.kernels`, with the modules it reads.
 
-The program reads the weights of all its convolutions as one flat vector. A pass through several cells prepares those of
-all of them together. These classes own no parameters: weights and running statistics stay in the modules, under their
-names. `_fused_plan` makes the programs.
+The program reads the weights of all its convolutions as one flat vector, and the running statistics of all norms as one
+tensor. A pass through several cells prepares those of all of them together. These classes own no parameters: weights
+and running statistics stay in the modules, under their names. `_fused_plan` makes the programs.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -65,35 +66,49 @@ def _by_cell(cells: Sequence[FusedCell], factors: Tensor) -> Sequence[Tensor]:
 
 
 @dataclass(frozen=True, slots=True)
-class FlatWeights:
-    """The weights of a cell as its program reads them: flat [size], and the same in the dtype of computation."""
+class Prepared:
+    """What a cell's program reads of its modules: flat weights [size], in their own dtype and in that of computation.
+
+    running [2, planes, c]: running mean and variance by plane, if norms use them.
+    """
 
     flat: Tensor
     converted: Tensor
+    running: Tensor | None
 
 
-def flat_weights(cells: Sequence[FusedCell], x: Tensor) -> list[FlatWeights]:
-    """The weights of several cells in as few launches as those of one; x: any tensor of the pass."""
+_ALIGNED = 16
+"""Weights of several cells share a vector only if all sizes are multiples of this, so that kernels read whole words."""
+
+
+def prepare(cells: Sequence[FusedCell], x: Tensor) -> list[Prepared]:
+    """Prepares several cells, all different, in as few launches as one; x: any tensor of the pass."""
+    if any(cell.program.size % _ALIGNED for cell in cells):
+        weights = [pair for cell in cells for pair in _flattened([cell], x)]
+    else:
+        weights = _flattened(cells, x)
+    running = running_of([cell for cell in cells if not cell.training])
+    return [Prepared(*pair, running.get(id(cell))) for cell, pair in zip(cells, weights, strict=True)]
+
+
+def _flattened(cells: Sequence[FusedCell], x: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """The flat weights of each cell, in their own dtype and in that of computation."""
     if not cells:
         return []
     dtype = compute_type(x)  # read outside of the context, which disables autocast
     with torch.autocast(x.device.type, enabled=False), backward_on_second_stream(x.device) as stream:
         weights = [w for cell in cells for w in cell.parameters()]
         found = _Flattened.apply(cells, dtype, stream, *weights)  # type: ignore[no-untyped-call]
-    return [FlatWeights(*pair) for pair in zip(found[: len(cells)], found[len(cells) :], strict=True)]
+    return list(zip(found[: len(cells)], found[len(cells) :], strict=True))
 
 
-_ALIGNED = 16
-"""Weights of several cells share a vector only if all sizes are multiples of this, so that kernels read whole words."""
-
-_PREPARED: ContextVar[Mapping[int, FlatWeights]] = ContextVar("prepared_weights", default=MappingProxyType({}))
+_PREPARED: ContextVar[Mapping[int, Prepared]] = ContextVar("prepared", default=MappingProxyType({}))
 
 
 @contextmanager
-def prepared_weights(cells: Sequence[FusedCell], x: Tensor) -> Iterator[None]:
-    """Within this context `cells`, all different, read weights that are flattened and converted together."""
-    own = [] if any(cell.program.size % _ALIGNED for cell in cells) else cells
-    token = _PREPARED.set(dict(zip(map(id, own), flat_weights(own, x), strict=True)))
+def prepared(cells: Sequence[FusedCell], x: Tensor) -> Iterator[None]:
+    """Within this context `cells`, all different, are prepared together and not one by one."""
+    token = _PREPARED.set(dict(zip(map(id, cells), prepare(cells, x), strict=True)))
     try:
         yield
     finally:
@@ -123,30 +138,24 @@ class FusedCell:
         states: Sequence[Tensor],
         mix: Tensor | None = None,
         factors: Tensor | None = None,
-        running: Tensor | None = None,
     ) -> list[Tensor]:
         """Maps input nodes [n, c, h, w] and mixing weights, in the form of `mixed_cell`, to the values of all nodes.
 
         mix: None if every output is returned separately. factors [choices, n]: of drop-path, by choice and sample.
-        running [2, planes, c]: running mean and variance by plane, if they are known and norms use them.
         """
-        c, device, training = self.program.channels, states[0].device, self.training
+        device, training = states[0].device, self.training
         dtype = compute_type(states[0])
-        weights = _PREPARED.get().get(id(self)) or flat_weights([self], states[0])[0]
-        flat = weights.flat
+        given = _PREPARED.get().get(id(self)) or prepare([self], states[0])[0]
+        flat = given.flat
         with torch.autocast(device.type, enabled=False):
-            if training:
-                running = None
-            elif running is None:
-                running = running_by_plane(self.norms, self.program.planes, c)
             mix = flat.detach() if mix is None else mix  # not read in this case, but kernels need a pointer
             mix = mix.to(torch.promote_types(dtype, torch.float32))
             n, _, height, width = states[0].shape
             stride = self.program.stride
             own_rows = n * -(-height // stride) * -(-width // stride)
             shared = SharedRows(own_rows) if training and shares_norms() else None
-            own = (self.program, dtype, mix, flat, running, factors)
-            nodes, moments = mixed_cell(*own, *states, shared=shared, converted=weights.converted)
+            own = (self.program, dtype, mix, flat, given.running, factors)
+            nodes, moments = mixed_cell(*own, *states, shared=shared, converted=given.converted)
             if training:
                 rows: int | Tensor = own_rows
                 if shared is not None and shared.total is not None:
@@ -180,21 +189,36 @@ Norms = Sequence[tuple[int, nn.BatchNorm2d]]
 """(plane, its norm), all with the same momentum."""
 
 
-def running_by_plane(norms: Norms, planes: int, channels: int) -> Tensor:
-    """[2, planes, c]: running mean and variance by plane; the rows of planes without a norm are not read."""
-    means = torch.stack([required(m.running_mean) for _, m in norms])
-    variances = torch.stack([required(m.running_var) for _, m in norms])
-    running = means.new_zeros(2, planes, channels)
-    where = _positions(tuple(plane for plane, _ in norms), means.device)
-    return running.index_copy_(1, where, torch.stack([means, variances]))
+class Planes(Protocol):
+    """The planes of a program [c]."""
+
+    @property
+    def planes(self) -> int: ...
+    @property
+    def channels(self) -> int: ...
 
 
-# Cached, since copying an index to the device in each step would stall a GPU.
-_POSITIONS: dict[tuple[tuple[int, ...], torch.device], Tensor] = {}
+class Measured(Protocol):
+    """A program whose planes are followed by norms."""
+
+    @property
+    def program(self) -> Planes: ...
+    @property
+    def norms(self) -> Norms: ...
 
 
-def _positions(planes: tuple[int, ...], device: torch.device) -> Tensor:
-    key = (planes, device)
-    if key not in _POSITIONS:
-        _POSITIONS[key] = torch.tensor(planes, device=device)
-    return _POSITIONS[key]
+def running_of(cells: Sequence[Measured]) -> dict[int, Tensor]:
+    """Running mean and variance by plane, [2, planes, c], for the id of each cell; one concatenation for all cells.
+
+    The rows of planes without a norm are not read; they repeat those of another plane.
+    """
+    rows: list[Tensor] = []
+    for cell in cells:
+        norms, (_, other) = dict(cell.norms), cell.norms[0]
+        own = [norms.get(plane, other) for plane in range(cell.program.planes)]
+        rows += [*(required(norm.running_mean) for norm in own), *(required(norm.running_var) for norm in own)]
+    if not rows:
+        return {}
+    sizes = [(2, cell.program.planes, cell.program.channels) for cell in cells]
+    parts = torch.split(torch.cat(rows), [math.prod(size) for size in sizes])
+    return {id(cell): part.view(size) for cell, part, size in zip(cells, parts, sizes, strict=True)}
