@@ -88,11 +88,14 @@ def cells_of(supernet: Supernet) -> list[FusedCell]:
     return [form for cell in supernet.cells if (form := cell.fused(None)) is not None]  # type: ignore[union-attr,operator]
 
 
-def test_weights_of_all_cells_are_concatenated_and_converted_once() -> None:
-    cells = cells_of(supernet_of("nb201"))
+@pytest.mark.parametrize(("space", "num_concatenations"), [("nb201", 1), ("darts", 3)])
+def test_weights_of_all_cells_are_converted_once(space: str, num_concatenations: int) -> None:
+    """And concatenated once, unless they are composed from factors: their gradients take launches for each cell."""
+    cells = cells_of(supernet_of(space))
     with Named() as operations, torch.autocast("cpu", torch.bfloat16):
         found = prepare(cells, torch.zeros(1))
-    assert (operations.seen.count("aten.cat"), operations.seen.count("aten._to_copy")) == (1, 1)
+    counts = [operations.seen.count(name) for name in ("aten.cat", "aten._foreach_copy_", "aten._to_copy")]
+    assert counts == [num_concatenations, 1, 0]
     for cell, own in zip(cells, found, strict=True):
         assert torch.equal(own.flat, cell.flatten(cell.parameters()))
         assert torch.equal(own.converted, own.flat.bfloat16()) and not own.converted.requires_grad

@@ -27,42 +27,50 @@ from softcell.nn.stack import as_vector, parts_of
 from softcell.spaces.execution import compute_type
 
 
-class _Flattened(torch.autograd.Function):
-    """The flat weights of several cells, and the same in the dtype of computation; see `flat_weights`."""
+class _Concatenated(torch.autograd.Function):
+    """The flat weights of cells that are copies of their modules' weights; their gradients have the same layout.
+
+    Nothing is launched backward, so it does not matter that the gradients of all cells arrive at one node.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, cells: Sequence[FusedCell], dtype: torch.dtype, stream: torch.cuda.Stream | None, *weights: Tensor
+        ctx: Any, cells: Sequence[FusedCell], stream: torch.cuda.Stream | None, *weights: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.cells = cells
+        ctx.save_for_backward(*weights)
         ctx.set_materialize_grads(False)
-        sizes = [cell.program.size for cell in cells]
         with torch.cuda.stream(stream):
-            flat = factors = torch.cat([as_vector(w) for w in weights])
-            if not all(cell.are_copies for cell in cells):
-                flat = factors.new_empty(sum(sizes))
-                for cell, own, out in zip(cells, _by_cell(cells, factors), torch.split(flat, sizes), strict=True):
-                    compose(own, out, cell.recipes, cell.program.channels)
-            converted = torch.split(flat.to(dtype), sizes)
-        ctx.save_for_backward(factors, *weights)
-        ctx.mark_non_differentiable(*converted)
-        return *torch.split(flat, sizes), *converted
+            return torch.split(torch.cat([as_vector(w) for w in weights]), [cell.program.size for cell in cells])
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        cells: Sequence[FusedCell] = ctx.cells
-        factors, *weights = ctx.saved_tensors
         found: list[Tensor | None] = []
-        # The converted weights have no gradient.
-        for cell, own, gradient in zip(cells, _by_cell(cells, factors), gradients[: len(cells)], strict=True):
-            mine = weights[len(found) : len(found) + len(cell.convolutions)]
-            found += [None] * len(mine) if gradient is None else cell.weight_gradients(mine, own, gradient)
-        return None, None, None, *found
+        for cell, gradient in zip(ctx.cells, gradients, strict=True):
+            own = ctx.saved_tensors[len(found) : len(found) + len(cell.convolutions)]
+            found += [None] * len(own) if gradient is None else cell.weight_gradients(own, gradient)
+        return None, None, *found
 
 
-def _by_cell(cells: Sequence[FusedCell], factors: Tensor) -> Sequence[Tensor]:
-    """The part of each cell in the concatenated weights of all cells."""
-    return torch.split(factors, [sum(w.numel() for w in cell.parameters()) for cell in cells])
+class _Composed(torch.autograd.Function):
+    """The flat weights [size] of a cell, composed from its modules' weights.
+
+    One for each cell: the weights' gradients of a cell are computed while others are still running.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, cell: FusedCell, stream: torch.cuda.Stream | None, *weights: Tensor) -> Tensor:
+        ctx.cell = cell
+        ctx.save_for_backward(*weights)
+        with torch.cuda.stream(stream):
+            factors = torch.cat([as_vector(w) for w in weights])
+            out = factors.new_empty(cell.program.size)
+            compose(factors, out, cell.recipes, cell.program.channels)
+            return out
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return None, None, *ctx.cell.weight_gradients(ctx.saved_tensors, gradient)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,24 +90,32 @@ _ALIGNED = 16
 
 
 def prepare(cells: Sequence[FusedCell], x: Tensor) -> list[Prepared]:
-    """Prepares several cells, all different, in as few launches as one; x: any tensor of the pass."""
-    if any(cell.program.size % _ALIGNED for cell in cells):
-        weights = [pair for cell in cells for pair in _flattened([cell], x)]
-    else:
-        weights = _flattened(cells, x)
-    running = running_of([cell for cell in cells if not cell.training])
-    return [Prepared(*pair, running.get(id(cell))) for cell, pair in zip(cells, weights, strict=True)]
-
-
-def _flattened(cells: Sequence[FusedCell], x: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """The flat weights of each cell, in their own dtype and in that of computation."""
+    """Prepares several cells, all different, with as few launches as possible; x: any tensor of the pass."""
     if not cells:
         return []
     dtype = compute_type(x)  # read outside of the context, which disables autocast
     with torch.autocast(x.device.type, enabled=False), backward_on_second_stream(x.device) as stream:
+        flats = _flats(cells, stream)
+    with torch.no_grad():
+        converted = [flat.detach() for flat in flats]
+        if flats[0].dtype != dtype:
+            given, converted = converted, [torch.empty_like(flat, dtype=dtype) for flat in converted]
+            torch._foreach_copy_(converted, given)
+    running = running_of([cell for cell in cells if not cell.training])
+    return [Prepared(flat, own, running.get(id(cell))) for cell, flat, own in zip(cells, flats, converted, strict=True)]
+
+
+def _flats(cells: Sequence[FusedCell], stream: torch.cuda.Stream | None) -> list[Tensor]:
+    """The flat weights [size] of each cell. stream: for launches, instead of the current one."""
+    if all(cell.are_copies and cell.program.size % _ALIGNED == 0 for cell in cells):
         weights = [w for cell in cells for w in cell.parameters()]
-        found = _Flattened.apply(cells, dtype, stream, *weights)  # type: ignore[no-untyped-call]
-    return list(zip(found[: len(cells)], found[len(cells) :], strict=True))
+        return list(_Concatenated.apply(cells, stream, *weights))  # type: ignore[no-untyped-call]
+    return [
+        _Concatenated.apply([cell], stream, *cell.parameters())[0]  # type: ignore[no-untyped-call]
+        if cell.are_copies
+        else _Composed.apply(cell, stream, *cell.parameters())  # type: ignore[no-untyped-call]
+        for cell in cells
+    ]
 
 
 _PREPARED: ContextVar[Mapping[int, Prepared]] = ContextVar("prepared", default=MappingProxyType({}))
@@ -173,15 +189,18 @@ class FusedCell:
         """The flat weights [size] from tensors like `parameters()`, by plain autograd."""
         return flat_kernels(torch.cat([as_vector(w) for w in weights]), self.recipes, self.program.channels)
 
-    def weight_gradients(self, weights: Sequence[Tensor], factors: Tensor, gradient: Tensor) -> list[Tensor]:
-        """The gradients of tensors like `parameters()`, concatenated in `factors`, from that of the flat weights."""
-        # For second order, weights are composed by plain autograd, since `compose_gradient` has no derivative.
+    def weight_gradients(self, weights: Sequence[Tensor], gradient: Tensor) -> list[Tensor]:
+        """The gradients of tensors like `parameters()` from that of the flat weights."""
+        # For second order, weights are composed by plain autograd: kernels and copies in place have no derivative.
         if torch.is_grad_enabled():
             return list(torch.autograd.grad(self.flatten(weights), weights, gradient, create_graph=True))
-        found = gradient.contiguous()
-        if not self.are_copies:
-            found = torch.empty_like(factors)
-            compose_gradient(factors, gradient, found, self.recipes, self.program.channels)
+        if self.are_copies:
+            return parts_of(gradient.contiguous(), weights)
+        # Concatenated once more, on the stream that reads them: memory of the forward pass could be reused by the first
+        # stream while the second one still reads it.
+        factors = torch.cat([as_vector(w) for w in weights])
+        found = torch.empty_like(factors)
+        compose_gradient(factors, gradient.contiguous(), found, self.recipes, self.program.channels)
         return parts_of(found, weights)
 
 
