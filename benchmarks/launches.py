@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.steps import Case, batch, step, step_state
 from benchmarks.traffic import is_view
-from softcell.kernels import calibrate, indicator, library, local, mix, rows
+from softcell.kernels import block_norm, calibrate, indicator, library_conv, local, mix
 from softcell.kernels import cell as kernels
 from softcell.nn import attention
 from softcell.nn import calibrate as calibrations
@@ -54,7 +54,7 @@ KERNELS: list[tuple[Any, dict[str, int]]] = [
         },
     ),
     (_fused_cell, {"compose": 1, "compose_gradient": 1}),
-    (library, {"store": 1}),
+    (library_conv, {"store": 1}),
 ]
 """Launches of each kernel's host function when it has work to do."""
 NOTHING = (torch.ops.aten._unsafe_view.default, torch.ops.aten.promote_types.default)
@@ -105,12 +105,12 @@ class _Local:
         return self._counter.as_kernel("local_gradient", 2, run)()  # type: ignore[no-any-return]
 
 
-class _Rows:
+class _BlockNorm:
     """Stand-in for the kernels of norms with what follows them: counts their launches and returns zeros."""
 
     def __init__(self, counter: _Counter) -> None:
-        self.forward = counter.as_kernel("rows", 3, self._forward)
-        self.backward = counter.as_kernel("rows_gradient", 3, self._backward)
+        self.forward = counter.as_kernel("block_norm", 3, self._forward)
+        self.backward = counter.as_kernel("block_norm_gradient", 3, self._backward)
 
     def _forward(self, z: Tensor, *more: Any) -> tuple[Tensor, Tensor]:
         return torch.zeros_like(z), torch.zeros(3, z.shape[3])
@@ -220,9 +220,9 @@ def as_on_a_gpu(counter: _Counter, *, together: bool) -> Iterator[None]:
                 stack.enter_context(patch.object(module, name, counter.as_kernel(name, count, getattr(module, name))))
         stack.enter_context(patch.object(execution, "kernels_serve", lambda x: True))
         stack.enter_context(patch.object(execution, "grouping_blocks_pays", lambda x: together))
-        for module in (attention, local, rows, stacked):
+        for module in (attention, block_norm, local, stacked):
             stack.enter_context(patch.object(module, "runs_triton", lambda x: True))
-        stack.enter_context(patch.object(rows, "triton_kernels", lambda family: _Rows(counter)))
+        stack.enter_context(patch.object(block_norm, "triton_kernels", lambda family: _BlockNorm(counter)))
         stack.enter_context(patch.object(local, "triton_kernels", lambda family: _Local(counter)))
         stack.enter_context(patch.object(indicator, "fits", lambda x, form: True))
         stack.enter_context(patch.object(indicator, "triton_kernels", lambda family: _Indicator(counter)))

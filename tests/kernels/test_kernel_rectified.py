@@ -17,7 +17,7 @@ from softcell.arch import Cell, Pick, sample
 from softcell.kernels import cell as kernels
 from softcell.kernels.backend import cell_settings
 from softcell.kernels.cell import mixed_cell, mixed_cell_reference
-from softcell.kernels.library import store, store_reference
+from softcell.kernels.library_conv import store, store_reference
 from softcell.kernels.pool import Pool, pool, pool_reference
 from softcell.kernels.taps import tiles
 from softcell.nn import Spec

@@ -56,7 +56,7 @@ class CellSettings:
     this takes 3 to 4 % less time per search step on an H200 and gives the same bits. early_launch: programs of a kernel
     start while the last programs of the previous kernel are still running, and wait for its end (programmatic dependent
     launch, compute capability 9.0 or higher). library_channels: from this width on, convolutions that read no negative
-    values (NAS-Bench-1Shot1) run by the library inside the fused cell (`kernels.library`); 128 has not been measured.
+    values (NAS-Bench-1Shot1) run by the library inside the fused cell (`kernels.library_conv`); 128 is not measured.
     """
 
     moments_values: int = 8192

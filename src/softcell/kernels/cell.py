@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from softcell.kernels import library
+from softcell.kernels import library_conv
 from softcell.kernels.backend import by_twin, current_settings, is_wanted
 from softcell.kernels.norm import (
     Term,
@@ -93,7 +93,7 @@ class Program:
         return next((wave for wave in self.waves if node in wave.sources), None)
 
     def uses_library(self) -> bool:
-        """Whether convolutions run by the library (`softcell.kernels.library`)."""
+        """Whether convolutions run by the library (`softcell.kernels.library_conv`)."""
         return bool(self.rectified) and self.channels >= current_settings().library_channels
 
 
@@ -236,7 +236,7 @@ class _MixedCell(torch.autograd.Function):
             measured = any(plane in wave.measured for p in wave.pools for plane in (p.largest, p.average))
             pool(x, buffer, winners, partial if measured else None, wave.pools)
             if by_library:
-                library.convolve(x, weights, buffer, partial, wave.first, wave.measured)
+                library_conv.convolve(x, weights, buffer, partial, wave.first, wave.measured)
             else:
                 convolve(x, weights, buffer, partial, wave.first)
             measure(wave.measured)
@@ -312,7 +312,7 @@ class _MixedCell(torch.autograd.Function):
                 weight_grad = flat = torch.empty_like(given_weights)  # every weight belongs to a group
                 first = [g for wave in outer for g in wave.first]
                 if ctx.by_library:  # such programs have no strides, hence no `others`
-                    library.weight_gradient(given, gradient, weights, flat, first)
+                    library_conv.weight_gradient(given, gradient, weights, flat, first)
                 else:
                     weight_gradient(given, gradient, flat, first)
                 weight_gradient(buffer, gradient, flat, [g for wave in others for g in wave.first])
@@ -353,8 +353,8 @@ def _leave(
         normalise_gradient(partial, buffer, gradient, moments, wave.inner, by_batch=by_batch)
     rows = x[0].numel() // c
     if by_library:
-        parts = library.shares(wave.first)
-        sums = library.input_gradient(x, gradient, weights, parts)
+        parts = library_conv.shares(wave.first)
+        sums = library_conv.input_gradient(x, gradient, weights, parts)
     else:
         parts = shares(wave.first, rows, c)
         sums = moments.new_empty(len(parts), *x.shape[1:])

@@ -1,7 +1,7 @@
 """Blocks of attention of a derived network in training, with fewer launches than their modules and the same values.
 
     weights       of all blocks converted to the precision of the step by two launches, their gradients back by a few
-    norms         with the ReLU, or the drop-path and the shortcut, that follows them (`kernels.rows`)
+    norms         with the ReLU, or the drop-path and the shortcut, that follows them (`kernels.block_norm`)
     statistics    of all norms updated at the end of the forward pass (`updates_together`, which the caller opens)
     heads         of local attention filled up with zeros to a multiple of eight channels where a map is large
 
@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from softcell.kernels.rows import normed
+from softcell.kernels.block_norm import normed
 from softcell.kernels.shared import shares_norms
 from softcell.nn.attention import AttentionBlock, LocalAttention
 from softcell.nn.norm import update_running_by_plane

@@ -29,9 +29,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from softcell.kernels.backend import runs_triton
+from softcell.kernels.block_norm import normed
 from softcell.kernels.local import attend_together
 from softcell.kernels.mix import product
-from softcell.kernels.rows import normed
 from softcell.kernels.shared import shares_norms
 from softcell.nn.attention import Attention, AttentionBlock, LocalAttention, NonLocalAttention
 from softcell.nn.conv import ReLUConvBN

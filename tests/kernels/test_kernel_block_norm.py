@@ -1,6 +1,6 @@
 """Batch-norm with ReLU, or drop-path and a shortcut, by Triton's kernels against its twin and torch's own.
 
-TRITON_INTERPRET=1 pytest tests/kernels/test_kernel_rows.py
+TRITON_INTERPRET=1 pytest tests/kernels/test_kernel_block_norm.py
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from softcell.kernels import rows
+from softcell.kernels import block_norm
 from softcell.kernels.backend import runs_triton, twins_only
 from tests.helpers.kernel_runs import DEVICE, MARKS
 
@@ -51,7 +51,7 @@ def outcomes(kind: str, given: list[Tensor | None], *, twin: bool = False) -> li
     """y, mean, variance and all gradients."""
     z, weight, bias, shortcut, factors, grad = given
     assert z is not None
-    run = rows.normed_reference if twin else rows.normed
+    run = block_norm.normed_reference if twin else block_norm.normed
     y, mean, variance = run(z, weight, bias, 1e-5, relu=KINDS[kind][1], shortcut=shortcut, factors=factors)
     own = [x for x in (z, weight, bias, shortcut) if x is not None]
     return [y.detach(), mean, variance, *torch.autograd.grad(y, own, grad)]
@@ -91,7 +91,7 @@ def test_without_triton_the_twin_runs(kind: str) -> None:
 def test_a_single_value_per_channel_is_refused_as_by_torch() -> None:
     z = torch.randn(1, 3, 1, 1)
     with pytest.raises(ValueError, match="more than 1 value per channel"):
-        rows.normed(z, None, None, 1e-5)
+        block_norm.normed(z, None, None, 1e-5)
     with pytest.raises(ValueError, match="more than 1 value per channel"):
         F.batch_norm(z, None, None, training=True)
 
@@ -115,8 +115,8 @@ def test_the_kernels_equal_their_twin_in_float64(
 
 @pytest.mark.parametrize("mark", [pytest.param(None, marks=MARKS)])
 def test_tiles_are_merged_in_several_rounds(mark: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rows.triton_kernels("rows"), "TILE", 16)
-    monkeypatch.setattr(rows.triton_kernels("rows"), "MERGED", 4)
+    monkeypatch.setattr(block_norm.triton_kernels("block_norm"), "TILE", 16)
+    monkeypatch.setattr(block_norm.triton_kernels("block_norm"), "MERGED", 4)
     given = inputs("all", (3, 10, 9, 7), torch.float32, DEVICE)
     for a, b in zip(outcomes("all", given), outcomes("all", exactly(given), twin=True), strict=True):
         assert float((a.double().cpu() - b).norm()) <= 1e-5 * float(b.norm())
@@ -125,7 +125,7 @@ def test_tiles_are_merged_in_several_rounds(mark: None, monkeypatch: pytest.Monk
 @pytest.mark.parametrize("mark", [pytest.param(None, marks=MARKS)])
 def test_second_derivatives_match_the_twin(mark: None) -> None:
     found = []
-    for run in (rows.normed, rows.normed_reference):
+    for run in (block_norm.normed, block_norm.normed_reference):
         z, weight, bias, shortcut, factors, _ = inputs("all", (2, 6, 3, 5), torch.float32, DEVICE)
         assert z is not None and weight is not None
         y, *_ = run(z, weight, bias, 1e-5, relu=True, shortcut=shortcut, factors=factors)

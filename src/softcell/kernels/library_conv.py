@@ -36,7 +36,7 @@ def store(rows: Tensor, y: Tensor, partial: Tensor | None, plane: int) -> None:
 
     rows [n, h, w, c]; y [planes, n, h, w, c]; partial [2, tiles, planes, c] as in `taps.convolve`, or None.
     """
-    (triton_kernels("library").store if runs_triton(y) else store_reference)(rows, y, partial, plane)
+    (triton_kernels("library_conv").store if runs_triton(y) else store_reference)(rows, y, partial, plane)
 
 
 def store_reference(rows: Tensor, y: Tensor, partial: Tensor | None, plane: int) -> None:

@@ -83,7 +83,7 @@ class _Normed(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor]:
         rows = _rows(z)
         given = (weight, bias, None if shortcut is None else _rows(shortcut), factors)
-        y, moments = triton_kernels("rows").forward(rows, *given, eps, relu)
+        y, moments = triton_kernels("block_norm").forward(rows, *given, eps, relu)
         ctx.save_for_backward(z, weight, bias, factors, moments)
         ctx.has_shortcut, ctx.eps, ctx.relu = shortcut is not None, eps, relu
         mean, _, variance = moments.unbind()
@@ -107,7 +107,7 @@ class _Normed(torch.autograd.Function):
             dz, dweight, dbias = by_twin(twin, (z, weight, bias), [grad])
             return dz, dweight, dbias, back, None, None, None
         given = (_rows(z), weight, bias, factors, moments)
-        out, sums = triton_kernels("rows").backward(*given, _rows(grad.to(z.dtype)), ctx.relu)
+        out, sums = triton_kernels("block_norm").backward(*given, _rows(grad.to(z.dtype)), ctx.relu)
         dweight = None if weight is None else sums[1].to(weight.dtype)
         dbias = None if bias is None else sums[0].to(bias.dtype)
         return out.permute(0, 3, 1, 2), dweight, dbias, back, None, None, None
