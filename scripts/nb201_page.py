@@ -168,7 +168,7 @@ def _same_time(random: Mapping[str, Any]) -> str:
 
 
 def table(record: Mapping[str, Any], data: str) -> str:
-    """All arms on CIFAR-10, where the papers search; on other data those that were measured."""
+    """On CIFAR-10, where the papers search, all methods of the common recipe; otherwise what was measured."""
     found = {own["arm"]: own for own in record["summary"] if own["data"] == data}
     headings = [
         "",
@@ -180,12 +180,14 @@ def table(record: Mapping[str, Any], data: str) -> str:
         "tau",
         "published",
     ]
-    rows = [row(arm, found.get(arm), data) for arm in ARMS if data == "cifar10" or arm in found]
+    shown_arms = [arm for arm in ARMS if arm in found or (data == "cifar10" and arm not in ON_REQUEST)]
+    rows = [row(arm, found.get(arm), data) for arm in shown_arms]
     for name, own in random_rows(record):
         rows.append([name, "", *(shown(*own[key]) for key in COLUMNS), *["–"] * 5])
     rows.append(["best cell", "", *(f"{record['optimum'][key]:.2f}" for key in COLUMNS), *["–"] * 5])
-    rest = "" if data == "cifar10" else "\n\nAll other methods: not measured."
-    return markdown(headings, rows) + rest
+    missing = "; ".join(LABELS[arm] for arm in ARMS if arm not in shown_arms)
+    rest = f"Not measured: {missing}." if data == "cifar10" else "All other methods: not measured."
+    return f"{markdown(headings, rows)}\n\n{rest}"
 
 
 def random_rows(record: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
