@@ -25,6 +25,8 @@ RESULTS = ROOT / "results" / "nb201"
 IMAGES = ROOT / "docs" / "images"
 GOAL = 4
 """Minimum number of seeds per row."""
+LARGEST = "+".join(f"|{'|'.join(f'nor_conv_3x3~{source}' for source in range(node))}|" for node in (1, 2, 3))
+"""The cell with most parameters and multiply-adds."""
 
 LABELS = {
     "darts": "DARTS, first order",
@@ -111,8 +113,9 @@ PROTOCOL = """\
 
 **Timing**
 
-- Zero-cost search was timed on a CPU shared with other programs: on CIFAR-100, seeds 1 and 2 took 13 to 25 times as
-  long as the others.
+- Zero-cost search was timed on a CPU shared with other programs: with SynFlow on CIFAR-100, seeds 1 and 2 took 13 to 25
+  times as long as the others; with NASWOT, seeds 0 to 2 took up to six times as long as seed 3, which had a core to
+  itself (527 s), and seed 1 was paused for about a quarter of an hour.
 - Seed 2 of SNAS, DrNAS and *GDAS with the released code's gradient* shared the GPU with three slower searches in
   another process, which had finished 34 of 50 epochs by then and were stopped; they have no rows. Dividing the device
   time equally underestimates these three by about 20 %.
@@ -233,6 +236,7 @@ def reading(record: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> str
             "exact; *better* and *worse* mean that they are outside the 95 % t-interval of a method's mean (not "
             "corrected for the number of comparisons). The time to train the random cells is not counted.",
             "\n".join(_against_random_cells(values, limits)),
+            *_largest([search for search in rows if search["arm"] in values and search["data"] == "cifar10"]),
             *_against_random_search(own, values),
         ]
     )
@@ -261,6 +265,17 @@ def _listed(found: Mapping[str, Summary]) -> str:
     """Methods with mean and standard deviation, best first."""
     ordered = sorted(found.items(), key=lambda item: -item[1].mean)
     return "; ".join(f"{LABELS[arm]} ({shown(own.mean, own.std)})" for arm, own in ordered) or "none"
+
+
+def _largest(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The methods that find the largest cell with every seed, which needs no search."""
+    found: dict[str, set[str]] = {}
+    for own in rows:
+        found.setdefault(own["arm"], set()).add(own["architecture"])
+    names = [LABELS[arm] for arm, cells in found.items() if cells == {LARGEST}]
+    return [f"With every seed, these find the largest cell, 3×3 convolutions on all edges: {'; '.join(names)}."] * bool(
+        names
+    )
 
 
 def _against_random_search(own: Sequence[Mapping[str, Any]], values: Mapping[str, list[float]]) -> list[str]:

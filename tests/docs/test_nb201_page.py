@@ -63,6 +63,14 @@ def test_the_summary_claims_only_significant_differences() -> None:
     values = {arm: own for arm, own in values.items() if len(own) >= nb201_page.GOAL}
     page = nb201_page.PAGE.read_text(encoding="utf-8").split("**Summary.**")[1].split("**Protocol**")[0]
     lines = re.findall(r"^- (.+?): (.+)$", page, re.MULTILINE)
+    (largest,) = re.findall(r"^With every seed, these find the largest cell.*: (.+)\.$", page, re.MULTILINE)
+    assert (
+        {"SNAS", "zero-cost search, number of parameters"} <= set(largest.split("; ")) <= {*nb201_page.LABELS.values()}
+    )
+    assert all(
+        (nb201_page.LABELS[arm] in largest.split("; ")) == all(round(value, 2) == 93.76 for value in own)
+        for arm, own in values.items()
+    )
     limits = [float(value) for head, _ in lines for value in re.findall(r"better than .+ \(([\d.]+)%\)", head)]
     exact = [record["random"], *record["best_of"].values()]
     assert limits == sorted((round(own["cifar10_test"][0], 2) for own in exact), reverse=True)
