@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -183,3 +184,14 @@ def whole_of(first: dict[str, Tensor], second: dict[str, Tensor], cell: nn.Modul
         return value + second[key] if key in parameters else torch.cat([value, second[key]])
 
     return {key: joined(key, value) for key, value in first.items()}
+
+
+def require_modules_results(
+    both: Callable[..., tuple[dict[str, Tensor], dict[str, Tensor]]], name: str, *, training: bool, drops: bool
+) -> None:
+    """The two results of `both`, fused and module by module, agree; with `drops` they differ from those without."""
+    mine, theirs = both(name, training=training, drops=drops)
+    require_close(mine, theirs, 1e-10)
+    if drops:  # something was dropped
+        with pytest.raises(AssertionError):
+            require_close(mine, both(name, training=training, drops=False)[0], 1e-2)

@@ -48,7 +48,7 @@ def test_the_kernels_equal_their_twin_in_float64(
 
 
 def test_positions_are_summed_over_many_programs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The last of which may have fewer pixels than the others, or all pixels may be in one."""
+    """The last program may have fewer pixels than the others, or one program may have all of them."""
     torch.manual_seed(0)
     packed = torch.randn(3, 3 * 64, 5, 7, device=DEVICE, requires_grad=True)
     rows, columns = (torch.randn(8, 8, 3, device=DEVICE, requires_grad=True) for _ in range(2))

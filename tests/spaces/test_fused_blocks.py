@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -16,11 +15,11 @@ from softcell.nn import fused_blocks
 from softcell.nn.attention import LocalAttention, local_block
 from softcell.nn.candidates import Spec
 from softcell.nn.fused_blocks import FusedBlocks, fits
-from softcell.nn.stochastic import DropPath
 from softcell.spaces import Network, execution
 from softcell.spaces.cell import PickedChain
-from softcell.spaces.execution import fused_networks, is_modules_only, modules_only
+from softcell.spaces.execution import fused_networks, is_modules_only
 from softcell.spaces.fullattention import FullAttentionSpace
+from tests.helpers.fused_passes import two_passes
 from tests.helpers.kernel_runs import DEVICE, MARKS
 
 SPACE = FullAttentionSpace(channels=16, layers=2)
@@ -41,26 +40,12 @@ def made(seed: int, *, drop: float = 0.5, search_form: bool = False) -> Network:
     return network
 
 
-def paths(network: Network) -> int:
-    return sum(cell.num_dropped() for cell in network.modules() if isinstance(cell, PickedChain))
-
-
 def results(network: Network, *, fused: bool, monkeypatch: pytest.MonkeyPatch) -> dict[str, Tensor]:
-    """Logits, gradients and buffers of two passes; drop-path's factors are the same numbers for the same layers."""
-    own = next(network.parameters())
-    images = torch.randn(4, 3, 9, 8, generator=torch.Generator().manual_seed(1)).to(own)
-    factors = torch.randint(3, (paths(network), 4), generator=torch.Generator().manual_seed(2)).to(own)
-    rows: Iterator[Tensor] = iter([*factors, *factors])
-    monkeypatch.setattr(DropPath, "factors", lambda own, x, paths: torch.stack([next(rows) for _ in range(paths)]))
-    monkeypatch.setattr(DropPath, "forward", lambda own, x: x * next(rows).view(-1, 1, 1, 1))
-    network.zero_grad()
-    for _ in range(2):
-        with fused_networks() if fused else modules_only():
-            logits = network(images)
-        logits.square().mean().backward()
-    assert next(rows, None) is None or network.drop_path.probability == 0, "every factor was used"
-    gradients = {name: p.grad for name, p in network.named_parameters() if p.grad is not None}
-    return {"logits": logits.detach(), **gradients, **dict(network.named_buffers())}
+    """Two passes; drop-path's factors are the same numbers for the same layers."""
+    paths = sum(cell.num_dropped() for cell in network.modules() if isinstance(cell, PickedChain))
+    factors = torch.randint(3, (paths, 4), generator=torch.Generator().manual_seed(2)).to(next(network.parameters()))
+    used = factors if network.drop_path.probability > 0 else factors[:0]
+    return two_passes(network, used, fused=fused, monkeypatch=monkeypatch)
 
 
 def require_equal(network: Network, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,6 +16,7 @@ from softcell.spaces import Network, PickedCell, _fused_cell, build_space, execu
 from softcell.spaces._affine_cells import AffineCell
 from softcell.spaces._fused_cell import running_of
 from softcell.spaces.execution import fused_networks, is_modules_only, modules_only
+from tests.helpers.fused_passes import two_passes
 from tests.helpers.segmented_cells import twins
 
 SPACES = ["nb1shot1-1", "nb1shot1-2", "nb1shot1-3", "nb201"]
@@ -31,22 +31,6 @@ def network_of(space: str) -> Network:
     return network
 
 
-def results(network: Network, *, fused: bool, factors: Tensor, monkeypatch: pytest.MonkeyPatch) -> dict[str, Tensor]:
-    """Logits, gradients and buffers of two passes; factors [paths, n]: of drop-path, in the order of the modules."""
-    images = torch.randn(4, 3, 9, 8, generator=torch.Generator().manual_seed(1)).double()
-    rows: Iterator[Tensor] = iter([*factors, *factors])
-    monkeypatch.setattr(DropPath, "factors", lambda own, x, paths: torch.stack([next(rows) for _ in range(paths)]))
-    monkeypatch.setattr(DropPath, "forward", lambda own, x: x * next(rows).view(-1, 1, 1, 1))
-    network.zero_grad()
-    for _ in range(2):
-        with fused_networks() if fused else modules_only():
-            logits = network(images)
-        logits.square().mean().backward()
-    assert next(rows, None) is None, "every factor was used"
-    gradients = {name: p.grad for name, p in network.named_parameters() if p.grad is not None}
-    return {"logits": logits.detach(), **gradients, **dict(network.named_buffers())}
-
-
 @pytest.mark.parametrize("space", SPACES)
 def test_a_fused_pass_through_modules_equals_one_module_by_module(space: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(execution, "kernels_serve", lambda x: not is_modules_only())
@@ -59,8 +43,8 @@ def test_a_fused_pass_through_modules_equals_one_module_by_module(space: str, mo
     paths = sum(cell.num_dropped() for cell in cells)
     factors = torch.randint(3, (paths, 4), generator=torch.Generator().manual_seed(2)).double()
     modules = copy.deepcopy(fused)
-    mine = results(fused, fused=True, factors=factors, monkeypatch=monkeypatch)
-    theirs = results(modules, fused=False, factors=factors, monkeypatch=monkeypatch)
+    mine = two_passes(fused, factors, fused=True, monkeypatch=monkeypatch)
+    theirs = two_passes(modules, factors, fused=False, monkeypatch=monkeypatch)
     assert mine.keys() == theirs.keys()
     for name, expected in theirs.items():
         torch.testing.assert_close(mine[name], expected, rtol=1e-10, atol=1e-12, msg=name)

@@ -49,11 +49,7 @@ class AffineCell:
         return self.cell.norms
 
     def __call__(
-        self,
-        states: Sequence[Tensor],
-        factors: Tensor | None = None,
-        *,
-        mix: Tensor | None = None,
+        self, states: Sequence[Tensor], factors: Tensor | None = None, *, mix: Tensor | None = None
     ) -> list[Tensor]:
         """Values of the input nodes to those of all nodes, each [n, c, h, w].
 

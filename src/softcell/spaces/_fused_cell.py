@@ -209,7 +209,7 @@ Norms = Sequence[tuple[int, nn.BatchNorm2d]]
 
 
 class Planes(Protocol):
-    """The planes of a program [c]."""
+    """The numbers of planes and channels of a program."""
 
     @property
     def planes(self) -> int: ...
