@@ -5,10 +5,12 @@ compiles kernels; and several searches that share the device.
 
 python -m benchmarks.methods --rounds 20 --out record.json
 python -m benchmarks.methods --method nos --method fullattention
+python -m benchmarks.methods --method nos --way "recorded bf16" --seconds 0    # one mode, one search at a time
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console
@@ -16,7 +18,7 @@ from rich.table import Table
 
 from benchmarks.options import machine, step_options
 from benchmarks.steps import Case
-from studies.runs import write_record
+from studies.runs import NOT_MEASURED, write_record
 
 SPACE_OF = {
     "darts": "darts",
@@ -35,8 +37,12 @@ WAYS: dict[str, dict[str, Any]] = {
 AT_ONCE = 4
 
 
-def measured(method: str, rounds: int, seconds: float) -> dict[str, Any]:
-    """The cost of a step in every mode, and in the last mode when several searches share the device."""
+def measured(method: str, rounds: int, seconds: float, modes: Sequence[str] = tuple(WAYS)) -> dict[str, Any]:
+    """The cost of a step in some modes, and in the last of all modes when several searches share the device.
+
+    Args:
+        seconds: how long they share it; 0: not measured.
+    """
     from benchmarks.gpu import forget, made_data, made_search, measure, together
     from softcell.engine.session import open_session
 
@@ -44,26 +50,27 @@ def measured(method: str, rounds: int, seconds: float) -> dict[str, Any]:
     opened = open_session(device="cuda", seed=0, precision="float32", deterministic=False, threads=0)
     ways: dict[str, Any] = {}
     with opened as session, made_data() as data:
-        for way, settings in WAYS.items():
+        for way in modes:
             forget()
-            ways[way] = measure(made_search(data, case, session, **settings), rounds)
+            ways[way] = measure(made_search(data, case, session, **WAYS[way]), rounds)
         forget()
-        shared = together(data, case, session, AT_ONCE, seconds)
+        shared = together(data, case, session, AT_ONCE, seconds) if seconds > 0 else None
     about = {"method": method, "space": case.space, "batch": case.batch}
     return {**about, "ways": ways, "together": {"searches": AT_ONCE, "ms_per_step": shared}}
 
 
 def cells_of(row: dict[str, Any]) -> list[str]:
     """A row of the table."""
-    ways, last = row["ways"], row["ways"]["recorded bf16"]
+    ways, shared = row["ways"], row["together"]["ms_per_step"]
+    last = ways[next(way for way in reversed(WAYS) if way in ways)]
     return [
         f"{row['method']}, {row['space']}",
-        *(f"{ways[way]['ms']:.1f}" for way in WAYS),
-        f"{ways['eager']['ms'] / last['ms']:.1f}",
+        *(f"{ways[way]['ms']:.1f}" if way in ways else NOT_MEASURED for way in WAYS),
+        f"{ways['eager']['ms'] / last['ms']:.1f}" if "eager" in ways else NOT_MEASURED,
         f"{last['busy_ms']:.1f}",
         str(last["kernels"]),
         f"{max(way['first_ms'] for way in ways.values()) / 1e3:.1f}",
-        f"{row['together']['ms_per_step']:.1f}",
+        NOT_MEASURED if shared is None else f"{shared:.1f}",
     ]
 
 
@@ -72,7 +79,10 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument(
         "--method", action="append", choices=tuple(SPACE_OF), help="run only this method; may be repeated"
     )
-    parser.add_argument("--seconds", type=float, default=3.0, help="how long several searches share the device")
+    parser.add_argument("--way", action="append", choices=tuple(WAYS), help="only this mode; may be repeated")
+    parser.add_argument(
+        "--seconds", type=float, default=3.0, help="how long several searches share the device; 0: skip that"
+    )
     options = parser.parse_args(arguments)
     device, threads = machine(parser, options)
     if device.type != "cuda":
@@ -83,9 +93,9 @@ def main(arguments: list[str] | None = None) -> None:
     for column in ("", *times, "× eager", "busy ms", "kernels", "first, s", f"{AT_ONCE} at once, ms per step"):
         table.add_column(column, justify="right" if column else "left")
     for method in options.method or SPACE_OF:
-        rows.append(measured(method, options.rounds, options.seconds))
+        rows.append(measured(method, options.rounds, options.seconds, options.way or tuple(WAYS)))
         table.add_row(*cells_of(rows[-1]))
-        console.print(f"{method}: {rows[-1]['ways']['recorded bf16']['ms']:.1f} ms")
+        console.print(f"{method}: " + ", ".join(f"{way} {ms['ms']:.1f} ms" for way, ms in rows[-1]["ways"].items()))
         if options.out is not None:  # after each, so that an interrupted run keeps its measurements
             write_record(options.out, "benchmarks.methods", threads=threads, rounds=options.rounds, rows=rows)
     console.print(table)

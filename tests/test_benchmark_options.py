@@ -49,3 +49,10 @@ def test_every_method_can_search_where_it_is_measured(method: str, space: str) -
             {"method": method, "space": space, "data": "digits", "scale": "paper", "batch_size": 64, **way}
         )
         assert (recipe.method, recipe.space, recipe.engine) == (method, space, way["engine"])
+
+
+def test_a_row_of_methods_says_what_was_not_measured() -> None:
+    step = {"ms": 40.0, "busy_ms": 38.0, "kernels": 9, "first_ms": 2000.0}
+    row = {"method": "nos", "space": "nos", "ways": {"recorded bf16": step}, "together": {"ms_per_step": None}}
+    absent = "not measured"
+    assert methods.cells_of(row) == ["nos, nos", absent, absent, "40.0", absent, "38.0", "9", "2.0", absent]
