@@ -33,7 +33,9 @@ def batch(device: str) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("proxy", SUPERNET_PROXIES)
 def test_a_score_is_that_of_the_cpu(proxy: Proxy, space: str) -> None:
     expected = score_untrained(network(space, "cpu"), proxy, *batch("cpu"))
-    assert score_untrained(network(space, DEVICE), proxy, *batch(DEVICE)) == pytest.approx(expected, rel=1e-6)
+    found = score_untrained(network(space, DEVICE), proxy, *batch(DEVICE))
+    # Jacobian covariance is -inf for these networks of NOS and full attention; SynFlow is NaN for the latter.
+    assert found == pytest.approx(expected, rel=1e-6, nan_ok=True)
 
 
 @pytest.mark.parametrize("function", [grad_norm, snip, grasp, fisher, zico])

@@ -84,9 +84,7 @@ def test_a_recorded_pass_equals_an_eager_one(channels: int) -> None:
 
 @pytest.mark.parametrize("library", [LIBRARY, KERNELS])
 @pytest.mark.parametrize("number", [1, 2, 3])
-def test_a_fused_network_equals_its_modules_in_float64(
-    number: int, library: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_fused_network_equals_its_modules_in_float64(number: int, library: int) -> None:
     """In float32, all gradients and running statistics."""
 
     def run(own: nn.Module, images: Tensor) -> tuple[Tensor, Tensor]:
@@ -94,4 +92,4 @@ def test_a_fused_network_equals_its_modules_in_float64(
         return logits, logits.square().mean()
 
     with cell_settings(library_channels=library):
-        require_fused_network(network_of(number, cells_per_stack=1, channels=32), run, monkeypatch)
+        require_fused_network(network_of(number, cells_per_stack=1, channels=32), run)

@@ -140,8 +140,10 @@ class Segmented(nn.Module):
         return nodes  # type: ignore[no-any-return]
 
 
-def inputs_of(cell: Segmented, n: int, size: tuple[int, int], *, older_is_larger: bool = False) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(3)
+def inputs_of(
+    cell: Segmented, n: int, size: tuple[int, int], *, older_is_larger: bool = False, seed: int = 3
+) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
     larger = (2 * size[0], 2 * size[1] - 1) if older_is_larger else size
     shapes = ((n, WIDTHS[0], *larger), (n, WIDTHS[1], *size))
     return [torch.randn(shape, generator=generator).double() for shape in shapes]

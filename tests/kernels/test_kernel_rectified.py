@@ -25,7 +25,7 @@ from softcell.nn.stochastic import DropPath
 from softcell.spaces import PickedCell, _fused_cell, build_space
 from softcell.spaces._fused_plan import Unfit
 from softcell.spaces._rectified_plan import plan_rectified
-from tests.helpers.kernel_runs import DEVICE, INTERPRETED, MARKS
+from tests.helpers.kernel_runs import DEVICE, INTERPRETED, MARKS, without_tf32
 from tests.helpers.picked_cells import (
     CONV1,
     CONV3,
@@ -260,6 +260,7 @@ class TestKernels:
         mine = outcome(cell, x, dropped, fused=True, device=DEVICE, dtype=torch.float32)
         require_close(mine, exact, 1e-4)
 
+    @without_tf32()
     def test_inputs_that_are_zero_have_the_gradient_of_modules(self, library_runs: bool) -> None:
         cell = picked("space 2", 5)
         x = torch.randn(2, 5, 4, 5, dtype=torch.float64).relu()

@@ -204,6 +204,30 @@ def test_jacob_cov_in_closed_form() -> None:
     assert jacob_cov(lambda x: x * rows, torch.zeros(n, 8, dtype=torch.float64)) == pytest.approx(n * term(1))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_jacob_cov_of_rounding_errors_is_minus_infinity(dtype: torch.dtype) -> None:
+    """The sum of a batch after BatchNorm is a constant, whose gradient is 0 but for rounding; a ReLU changes that."""
+    torch.manual_seed(0)
+    convolution, norm = nn.Conv2d(3, 4, 3).to(dtype), nn.BatchNorm2d(4).to(dtype)
+    x = torch.randn(6, 3, 8, 8, dtype=dtype)
+    assert jacob_cov(lambda x: norm(convolution(x)).mean((2, 3)), x) == -math.inf
+    assert -8 < jacob_cov(lambda x: norm(convolution(x)).relu().mean((2, 3)), x) < -6
+
+
+def test_synflow_has_no_value_where_negative_terms_matter() -> None:
+    layer = nn.Linear(2, 1, bias=False, dtype=torch.float64)
+    with torch.no_grad():
+        layer.weight.copy_(torch.tensor([[1.0, 2.0]]))
+
+    def found(second: float) -> float:
+        """1 + 2 * second: the terms of a layer whose second input is multiplied by it."""
+        scale = torch.tensor([1.0, second], dtype=torch.float64)
+        return float(synflow(lambda x: (x * scale) @ layer.weight.T, layer, torch.ones(1, 2, dtype=torch.float64)))
+
+    assert [found(0.004), found(-0.004)] == pytest.approx([1.008, 0.992])
+    assert math.isnan(found(-0.006))
+
+
 def test_jacob_cov_of_an_ignored_image_is_minus_infinity() -> None:
     assert jacob_cov(lambda x: x[:, :3] * torch.tensor([[1.0], [0.0]]), torch.randn(2, 5)) == -math.inf
 
@@ -313,7 +337,7 @@ def test_gradients_are_computed_module_by_module(proxy: Proxy) -> None:
         return network(x)  # type: ignore[no-any-return]
 
     with torch.no_grad():
-        assert math.isfinite(score(proxy, forward, network, IMAGES, LABELS))
+        assert math.isfinite(score(proxy, forward, prepare(network, proxy), IMAGES, LABELS))
     assert set(modes) == {(True, True)}
 
 

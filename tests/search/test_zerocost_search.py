@@ -108,6 +108,15 @@ def test_a_score_depends_only_on_architecture_and_seed(proxy: Any) -> None:
     assert score_architecture(space, first, score_of, *batch, 5, 1) != score
 
 
+def test_a_score_that_no_network_has_is_an_error(tmp_path: Path) -> None:
+    """Layers of full attention end in BatchNorm, so the sum of a batch's logits depends on no image."""
+    given = settings("fullattention", "digits", method="zero-cost", space_settings={"layers": 1, "channels": 16})
+    sizes = {"generations": 1, "population": 3, "parents": 1, "images": 4}
+    given["method_settings"] = {"proxy": "jacob_cov", **sizes}
+    with pytest.raises(UserError, match=r"none of . networks has a score \(proxy=jacob_cov\).*method.proxy"):
+        search(resolve(given), tmp_path / "run")
+
+
 @pytest.mark.parametrize(("best", "shown"), [(1234.5678, "1234.6"), (None, "not finite")])
 def test_the_best_score_is_shown_after_a_search_even_if_it_is_not_finite(best: float | None, shown: str) -> None:
     rows = [{"epoch": 0, "best_score": best, "networks": 12}]

@@ -49,6 +49,8 @@ SUPERNET_PROXIES = tuple(name for name in PROXIES if name not in SIZES)
 """Those that also score a supernet under a mix, whose size does not depend on the mix."""
 JACOBIAN_OFFSET = 1e-5
 """k of `jacob_cov`."""
+NEGATIVE_TERMS = 0.01
+"""How much of SynFlow's sum may be negative: at most 4e-5 of it is in the cells of S4 and NOS, by noise and sigmoids."""
 
 Forward = Callable[[Tensor], Tensor]
 """Images [n, c, h, w] to logits [n, classes]."""
@@ -143,9 +145,19 @@ def jacob_cov(forward: Forward, images: Tensor) -> float:
 
     v: the eigenvalues of the correlations [n, n] between the rows of the Jacobian, ∂ Σ f / ∂x of each image.
     Uncorrelated rows have v = 1; where some images have almost the same row, eigenvalues near 0 lower the score.
+
+    The score is -inf, too, if Σ f does not depend on the images: the sum of a batch after BatchNorm is a constant, so
+    the Jacobian of a network whose last cell only adds such maps consists of rounding errors. Their rows are
+    uncorrelated, which would be the best score of all.
     """
     x = images.detach().clone().requires_grad_()
-    (jacobian,) = _gradients(forward(x).sum(), [x])
+    logits = forward(x)
+    (jacobian,) = _gradients(logits.sum(), [x], reused=True)
+    # Weighted by 1 and -1 in turn, the sum of a batch after BatchNorm does depend on the images.
+    signs = 1.0 - 2.0 * (torch.arange(len(logits), device=logits.device) % 2)
+    (reference,) = _gradients((logits.sum(1) * signs).sum(), [x])
+    if jacobian.norm() <= torch.finfo(x.dtype).eps ** 0.5 * reference.norm():
+        return -float("inf")
     # One copy to the host; 1 / (v + k) needs the eigenvalues near 0 to be exact.
     correlations = torch.corrcoef(jacobian.flatten(1).cpu().double())
     if not correlations.isfinite().all():
@@ -155,12 +167,18 @@ def jacob_cov(forward: Forward, images: Tensor) -> float:
 
 
 def synflow(forward: Forward, module: nn.Module, images: Tensor) -> Tensor:
-    """Σ θ · ∂R/∂θ []; of the images [n, c, h, w] only the shape matters. The parameters must be |θ|."""
+    """Σ θ · ∂R/∂θ []; of the images [n, c, h, w] only the shape matters. The parameters must be |θ|.
+
+    No term is negative in networks of sums, products, pools and ReLUs, for which the score was derived. It is NaN if
+    negative terms add up to more than `NEGATIVE_TERMS` of the positive ones: the softmax of attention is then saturated
+    by products of many layers, and its gradients are rounding errors.
+    """
     ones = torch.ones_like(images[:1])
     learned = [p for p in module.parameters() if p.requires_grad]
     gradients = torch.autograd.grad(forward(ones).sum(), learned, allow_unused=True)
-    terms = [(p.detach() * g).sum() for p, g in zip(learned, gradients, strict=True) if g is not None]
-    return torch.stack(terms).sum()
+    terms = [p.detach() * g for p, g in zip(learned, gradients, strict=True) if g is not None]
+    positive, negative = (torch.stack([(sign * term).relu().sum() for term in terms]).sum() for sign in (1, -1))
+    return torch.where(negative > NEGATIVE_TERMS * positive, torch.nan, positive - negative)
 
 
 def grad_norm(forward: Forward, module: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
@@ -242,6 +260,13 @@ def _loss(forward: Forward, images: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(forward(images), labels)
 
 
-def _gradients(y: Tensor, of: Sequence[Tensor], *, differentiable: bool = False) -> tuple[Tensor, ...]:
-    """∂y/∂x of every x in `of`, zero where y does not depend on x."""
-    return torch.autograd.grad(y, of, create_graph=differentiable, allow_unused=True, materialize_grads=True)
+def _gradients(
+    y: Tensor, of: Sequence[Tensor], *, differentiable: bool = False, reused: bool = False
+) -> tuple[Tensor, ...]:
+    """∂y/∂x of every x in `of`, zero where y does not depend on x.
+
+    reused: more gradients of what y is computed from will follow.
+    """
+    return torch.autograd.grad(
+        y, of, retain_graph=reused or None, create_graph=differentiable, allow_unused=True, materialize_grads=True
+    )

@@ -289,6 +289,12 @@ class UntrainedTask:
 
     def conclude(self, genotype: Genotype) -> dict[str, Any]:
         """The score, how many networks it is the best of, and what the architecture costs where there is a budget."""
+        if self._scores and max(self._scores) == -math.inf:
+            scored_by = ", ".join(f"{name}={value}" for name, value in self.sampler.findings().items())
+            raise UserError(
+                f"none of {len(self._known)} networks has a score ({scored_by}): it is not defined for the networks of "
+                f"space {self.recipe.space}; choose another one (`method.proxy`)"
+            )
         about = {**self.sampler.findings(), "images": len(self._batch[0]), **self._found()}
         verdict = {} if self._budget is None else self._budget.verdict(genotype)[0]
         return {"untrained": about, **verdict}
