@@ -98,6 +98,8 @@ PROTOCOL = """\
   change one part of IT-NAS. The pages of [GDAS](papers/gdas.md#evidence), [β-DARTS](papers/beta-darts.md#evidence),
   [PC-DARTS](papers/pc-darts.md#evidence) and [IT-NAS](papers/it-nas.md#with-fixed-values) explain what each row tests.
   Zero-cost searches with scores other than SynFlow and NASWOT were added after it, too, with the settings of these two.
+- Random search had 3 seeds at first, with which only DARTS differed significantly from it (DrNAS: p = 0.114). Then 4
+  seeds were added, once.
 - EnTranNAS-DST has no row: it may keep several operations on an edge, and the table has accuracies only for cells with
   one.
 
@@ -119,6 +121,8 @@ PROTOCOL = """\
 - Seed 2 of SNAS, DrNAS and *GDAS with the released code's gradient* shared the GPU with three slower searches in
   another process, which had finished 34 of 50 epochs by then and were stopped; they have no rows. Dividing the device
   time equally underestimates these three by about 20 %.
+- Seeds 4 and 5 of SNAS ran in one process and three searches of DARTS− in another. A GPU divides its time between
+  processes, not searches, so dividing by five underestimates the device time of these two by about a quarter.
 - Searches of 2026-11-19 have the number of searches on the GPU for every epoch. Three of random search and seed 3 of
   GDAS were stopped by a time limit in their last epoch and resumed within a minute.
 """
