@@ -57,6 +57,7 @@ class CellSettings:
     start while the last programs of the previous kernel are still running, and wait for its end (programmatic dependent
     launch, compute capability 9.0 or higher). library_channels: from this width on, convolutions that read no negative
     values (NAS-Bench-1Shot1) run by the library inside the fused cell (`kernels.library_conv`); 128 is not measured.
+    batch_kernels: a search with fused cells augments each batch, and counts the metrics of a step, by one launch each.
     """
 
     moments_values: int = 8192
@@ -67,6 +68,7 @@ class CellSettings:
     second_stream: bool = True
     early_launch: bool = False
     library_channels: int = 128
+    batch_kernels: bool = True
 
 
 default_settings = CellSettings()
