@@ -153,9 +153,63 @@ def test_reading_ahead_and_dropped_paths_equal_the_twin() -> None:
             torch.testing.assert_close(mine.cpu(), theirs)
 
 
+def copied_along(space: str, *, training: bool, drops: bool, dtype: torch.dtype) -> list[dict[str, Tensor]]:
+    """What a cell gives with copies by other kernels and with separate ones, from maps that are channels-last."""
+    cell = build_cell(space, channels=6).train(training)
+    found = []
+    for along in (True, False):
+        own = copy.deepcopy(cell).to(DEVICE)
+        states, weights = random_inputs(own, (7, 6), 5, torch.float32)
+        inputs = [s.to(DEVICE, dtype).contiguous(memory_format=torch.channels_last) for s in states]
+        inputs = [t.requires_grad_() for t in (*inputs, weights.to(DEVICE))]
+        factors = torch.arange(len(own.table) * 5, device=DEVICE).remainder(3).view(-1, 5).float() if drops else None
+        with cell_settings(copies_along=along):
+            *_, last = fuse(own)(inputs[:-1], inputs[-1].flatten(), factors)
+            slope = torch.randn(last.shape, generator=torch.Generator().manual_seed(1)).to(last)
+            slope = slope.contiguous(memory_format=torch.channels_last)
+            gradients = torch.autograd.grad(last, [*inputs, *own.parameters()], slope)
+        found.append({"last": last, **{str(i): g for i, g in enumerate(gradients)}, **dict(own.named_buffers())})
+    return found
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("drops", [True, False])
+def test_inputs_and_output_gradients_are_copied_by_kernels_that_read_them(
+    training: bool, drops: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[str] = []
+    pool, combine_gradient = cell_kernels.pool, cell_kernels.combine_gradient
+
+    def noting_pool(*given: Any, copies: bool) -> None:
+        seen.extend(["input"] * copies)
+        pool(*given, copies=copies)
+
+    def noting_gradient(*given: Any, arrived: Tensor | None, **named: Any) -> None:
+        seen.extend(["gradient"] * (arrived is not None))
+        combine_gradient(*given, arrived=arrived, **named)
+
+    monkeypatch.setattr(cell_kernels, "pool", noting_pool)
+    monkeypatch.setattr(cell_kernels, "combine_gradient", noting_gradient)
+    mine, theirs = copied_along("nb201", training=training, drops=drops, dtype=torch.float32)
+    assert seen == ["input", "gradient"]
+    assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
+
+
+@with_tail
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("drops", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("space", ["nb201", "darts"])
+def test_copies_by_other_kernels_give_the_same_bits(
+    space: str, dtype: torch.dtype, drops: bool, training: bool, filled_memory: None
+) -> None:
+    mine, theirs = copied_along(space, training=training, drops=drops, dtype=dtype)
+    assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
+
+
 @ON_GPU
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["chosen", "one stream", "early launch", "fewer reads"])
+@pytest.mark.parametrize("name", ["chosen", "one stream", "early launch", "fewer reads", "separate copies"])
 @pytest.mark.parametrize("space", ["nb201", "darts"])
 def test_captured_gradients_are_the_same_bits_with_other_launches(space: str, name: str) -> None:
     """A chain of cells: what runs at the same time as the next cell must not see its memory."""

@@ -58,6 +58,7 @@ class CellSettings:
     launch, compute capability 9.0 or higher). library_channels: from this width on, convolutions that read no negative
     values (NAS-Bench-1Shot1) run by the library inside the fused cell (`kernels.library_conv`); 128 is not measured.
     batch_kernels: a search with fused cells augments each batch, and counts the metrics of a step, by one launch each.
+    copies_along: the input of a cell, and the gradient of its output, are copied by kernels that read them anyway.
     """
 
     moments_values: int = 8192
@@ -69,6 +70,7 @@ class CellSettings:
     early_launch: bool = False
     library_channels: int = 128
     batch_kernels: bool = True
+    copies_along: bool = True
 
 
 default_settings = CellSettings()

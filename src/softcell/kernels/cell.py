@@ -207,8 +207,11 @@ class _MixedCell(torch.autograd.Function):
         buffer = weights.new_empty(program.planes, n, out_height, out_width, c)
         # Without strides, input nodes are as large as all other nodes and occupy the first planes of the buffer.
         given = buffer if program.stride == 1 else weights.new_empty(program.inputs, n, height, width, c)
-        for i, state in enumerate(states):
-            given[i].copy_(state.permute(0, 2, 3, 1))
+        read = _readable(program, states, dtype)
+        if read is None:
+            read = given
+            for i, state in enumerate(states):
+                given[i].copy_(state.permute(0, 2, 3, 1))
         rows, by_library = n * out_height * out_width, program.uses_library()
         winners = torch.empty((program.slots, *buffer.shape[1:]), dtype=torch.uint8, device=buffer.device)
         partial: Tensor | None = None
@@ -232,9 +235,10 @@ class _MixedCell(torch.autograd.Function):
             wave = program.wave_of(node)
             if wave is None or node != wave.sources[-1]:
                 continue
-            x = given if node < program.inputs else buffer
+            x = read if node < program.inputs else buffer
             measured = any(plane in wave.measured for p in wave.pools for plane in (p.largest, p.average))
-            pool(x, buffer, winners, partial if measured else None, wave.pools)
+            copies = node < program.inputs and read is not given
+            pool(x, buffer, winners, partial if measured else None, wave.pools, copies=copies)
             if by_library:
                 library_conv.convolve(x, weights, buffer, partial, wave.first, wave.measured)
             else:
@@ -274,8 +278,10 @@ class _MixedCell(torch.autograd.Function):
         for plane in (plane for plane in range(program.inputs) if program.wave_of(plane) is None):
             given_gradient[plane].zero_()  # nothing reads it
         given_grads = {plane: own.permute(0, 2, 3, 1) for plane, own in arrived.items() if own is not None}
-        if given_grads:
-            torch._foreach_copy_([gradient[plane] for plane in given_grads], list(given_grads.values()))
+        along = {plane: own for plane, own in given_grads.items() if _copied_along(program, mix, gradient, plane, own)}
+        copied = [(gradient[plane], own) for plane, own in given_grads.items() if plane not in along]
+        if copied:
+            torch._foreach_copy_([to for to, _ in copied], [of for _, of in copied])
         for planes in program.finished:
             partial = _room_for_sums(buffer, moments)
             gradient_sums(buffer, gradient, partial, planes)
@@ -294,14 +300,22 @@ class _MixedCell(torch.autograd.Function):
             if node < program.inputs:
                 continue
             terms = program.terms[node - program.inputs]
-            if mix.dim() == 2 and not any(t.normed for t in terms):
+            if _only_distributes(mix, terms):
                 own_terms = [t for t in terms if not t.through]
                 distribute_gradient(buffer, gradient, moments, mix, factors, node, own_terms)
             elif mix_gradient is not None:
                 values = (buffer, gradient, moments, mix, factors, mix_gradient)
                 merge = shared.merge_sums if shared is not None and any(t.normed for t in terms) else None
                 rectified = node in program.rectified
-                combine_gradient(*values, node, terms, by_batch=ctx.by_batch, merge=merge, rectified=rectified)
+                combine_gradient(
+                    *values,
+                    node,
+                    terms,
+                    by_batch=ctx.by_batch,
+                    merge=merge,
+                    rectified=rectified,
+                    arrived=along.get(node),
+                )
         weight_grad: Tensor | None = None
         if is_wanted(ctx, 1):  # in architecture steps weights need no gradient
             outer = [wave for wave in program.waves if wave.sources[0] < program.inputs]
@@ -319,6 +333,30 @@ class _MixedCell(torch.autograd.Function):
                 weight_gradient(buffer, gradient, flat, [g for wave in program.waves for g in wave.second])
         inputs = [given_gradient[i].permute(0, 3, 1, 2).to(state.dtype) for i, state in enumerate(states)]
         return None, None, None, mix_gradient if mix_wanted else None, weight_grad, None, None, None, *inputs
+
+
+def _readable(program: Program, states: Sequence[Tensor], dtype: torch.dtype) -> Tensor | None:
+    """The input of a program as [1, n, h, w, c] without a copy, if pools read it, which can copy it to the buffer."""
+    wave = program.wave_of(0)
+    if not current_settings().copies_along or len(states) != 1 or program.stride > 1 or wave is None or not wave.pools:
+        return None
+    rows = states[0].permute(0, 2, 3, 1)
+    return rows[None] if rows.is_contiguous() and rows.dtype == dtype else None
+
+
+def _copied_along(program: Program, mix: Tensor, gradient: Tensor, plane: int, own: Tensor) -> bool:
+    """Whether the kernel that reads the gradient `own` of a node first can copy it to its plane."""
+    if not current_settings().copies_along or not program.inputs <= plane < program.nodes:
+        return False
+    terms = program.terms[plane - program.inputs]
+    if not terms or program.wave_of(plane) is not None or _only_distributes(mix, terms):
+        return False
+    return own.is_contiguous() and own.dtype == gradient.dtype
+
+
+def _only_distributes(mix: Tensor, terms: Sequence[Term]) -> bool:
+    """Whether the gradients of all terms of a node are its own gradient."""
+    return mix.dim() == 2 and not any(t.normed for t in terms)
 
 
 def _leave(

@@ -52,17 +52,25 @@ class Leaving:
     masked: bool = True
 
 
-def pool(x: Tensor, y: Tensor, winners: Tensor, partial: Tensor | None, pools: Sequence[Pool]) -> None:
+def pool(
+    x: Tensor, y: Tensor, winners: Tensor, partial: Tensor | None, pools: Sequence[Pool], *, copies: bool = False
+) -> None:
     """Fills the planes of `pools` in y [planes, n, h', w', c] from x [planes, n, h, w, c].
 
-    winners [slots, n, h', w', c] uint8: the winning tap; partial as in `convolve`.
+    winners [slots, n, h', w', c] uint8: the winning tap; partial as in `convolve`. copies: also copy the sources of the
+    pools, which have no strides then, to the same planes of y.
     """
     if pools:
-        (triton_kernels("pool").pool if runs_triton(x) else pool_reference)(x, y, winners, partial, pools)
+        kernel = triton_kernels("pool").pool if runs_triton(x) else pool_reference
+        kernel(x, y, winners, partial, pools, copies=copies)
 
 
-def pool_reference(x: Tensor, y: Tensor, winners: Tensor, partial: Tensor | None, pools: Sequence[Pool]) -> None:
+def pool_reference(
+    x: Tensor, y: Tensor, winners: Tensor, partial: Tensor | None, pools: Sequence[Pool], *, copies: bool = False
+) -> None:
     for p in pools:
+        if copies:
+            y[p.source] = x[p.source]
         image = x[p.source].permute(0, 3, 1, 2)
         if p.largest != NONE:
             value, where = F.max_pool2d(image, 3, p.stride, 1, return_indices=True)

@@ -13,7 +13,7 @@ from softcell.kernels.taps_triton import await_previous, launching
 def _pool(
     x_ptr, y_ptr, winners_ptr, partial_ptr, jobs_ptr, rows, height, width, out_height, out_width, x_plane, planes,
     C: tl.constexpr, CB: tl.constexpr, STRIDE: tl.constexpr, BLOCK: tl.constexpr, STATS: tl.constexpr,
-    LARGEST: tl.constexpr, EARLY: tl.constexpr,
+    LARGEST: tl.constexpr, COPIES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     job = jobs_ptr + tl.program_id(1) * 4
     source, largest, average, slot = tl.load(job), tl.load(job + 1), tl.load(job + 2), tl.load(job + 3)
@@ -37,7 +37,11 @@ def _pool(
         w = left + tap % 3
         here = m_ok & (h >= 0) & (h < height) & (w >= 0) & (w < width)
         at = base + (((image * height + h) * width + w) * C)[:, None]
-        x = tl.load(at, mask=here[:, None] & c_ok[None, :], other=0.0).to(tl.float32)
+        given = tl.load(at, mask=here[:, None] & c_ok[None, :], other=0.0)
+        if COPIES and tap == 4:  # the pixel itself, since there are no strides
+            own = y_ptr + source * rows.to(tl.int64) * C + (m * C)[:, None] + c[None, :]
+            tl.store(own, given, mask=here[:, None] & c_ok[None, :])
+        x = given.to(tl.float32)
         total += x
         count += tl.where(here, 1.0, 0.0)
         if LARGEST:  # NaN wins, as in PyTorch
@@ -141,7 +145,8 @@ def _has_maximum(pools):
     return any(p.largest >= 0 for p in pools)
 
 
-def pool(x, y, winners, partial, pools):
+def pool(x, y, winners, partial, pools, *, copies=False):
+    assert not copies or pools[0].stride == 1
     rows = y[0].numel() // y.shape[-1]
     jobs = tuple((p.source, p.largest, p.average, p.slot) for p in pools)
     settings = _settings(x)
@@ -150,7 +155,7 @@ def pool(x, y, winners, partial, pools):
     _pool[(triton.cdiv(rows, block), len(jobs))](
         x, y, winners, y if partial is None else partial, table(jobs, x.device), rows, x.shape[2], x.shape[3],
         y.shape[2], y.shape[3], x[0].numel(), len(y), STRIDE=pools[0].stride, BLOCK=block, STATS=partial is not None,
-        LARGEST=_has_maximum(pools), num_warps=8, **settings,
+        LARGEST=_has_maximum(pools), COPIES=copies, num_warps=8, **settings,
     )  # fmt: skip
 
 
