@@ -54,6 +54,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "chosen, again": {},
     "torch batches": {"batch_kernels": False},
     "separate copies": {"copies_along": False},
+    "module norms": {"block_norms": False},
     "2 stages": {"convolve": (128, 4, 2), "input": (64, 4, 2), "weight": (128, 4, 2)},
     "64 columns": {"convolve": (64, 4, 3), "weight": (64, 4, 3)},
 }
