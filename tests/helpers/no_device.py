@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 import softcell.kernels
+from softcell.data import batches
+from softcell.engine import metrics
 from softcell.kernels import block_norm, calibrate, indicator, library_conv, local, norm, pool, taps
 from softcell.kernels.warm_up import Target
 from softcell.nn import attention, stack
@@ -44,7 +46,8 @@ def take_for_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     for kernel in all_kernels():  # without what earlier tests have compiled
         monkeypatch.setattr(kernel, "device_caches", defaultdict(kernel.create_binder))
     monkeypatch.setattr(execution, "kernels_serve", lambda x: bool(x.numel()) and not is_modules_only())
-    for module in (attention, block_norm, calibrate, indicator, library_conv, local, norm, pool, stack, taps):
+    fused = (attention, block_norm, calibrate, indicator, library_conv, local, norm, pool, stack, taps)
+    for module in (*fused, batches, metrics):
         monkeypatch.setattr(module, "runs_triton", _runs_triton)
 
 

@@ -153,9 +153,140 @@ def test_reading_ahead_and_dropped_paths_equal_the_twin() -> None:
             torch.testing.assert_close(mine.cpu(), theirs)
 
 
+def copied_along(space: str, *, training: bool, drops: bool, dtype: torch.dtype) -> list[dict[str, Tensor]]:
+    """What a cell gives with copies by other kernels and with separate ones, from maps that are channels-last."""
+    cell = build_cell(space, channels=6).train(training)
+    found = []
+    for along in (True, False):
+        own = copy.deepcopy(cell).to(DEVICE)
+        states, weights = random_inputs(own, (7, 6), 5, torch.float32)
+        inputs = [s.to(DEVICE, dtype).contiguous(memory_format=torch.channels_last) for s in states]
+        inputs = [t.requires_grad_() for t in (*inputs, weights.to(DEVICE))]
+        factors = torch.arange(len(own.table) * 5, device=DEVICE).remainder(3).view(-1, 5).float() if drops else None
+        with cell_settings(copies_along=along):
+            *_, last = fuse(own)(inputs[:-1], inputs[-1].flatten(), factors)
+            slope = torch.randn(last.shape, generator=torch.Generator().manual_seed(1)).to(last)
+            slope = slope.contiguous(memory_format=torch.channels_last)
+            gradients = torch.autograd.grad(last, [*inputs, *own.parameters()], slope)
+        found.append({"last": last, **{str(i): g for i, g in enumerate(gradients)}, **dict(own.named_buffers())})
+    return found
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("drops", [True, False])
+def test_inputs_and_output_gradients_are_copied_by_kernels_that_read_them(
+    training: bool, drops: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[str] = []
+    combine_gradient = cell_kernels.combine_gradient
+
+    def noting(run: Any) -> Any:
+        def noting_pool(*given: Any, copies: bool, **named: Any) -> None:
+            seen.extend(["input"] * copies)
+            run(*given, copies=copies, **named)
+
+        return noting_pool
+
+    def noting_gradient(*given: Any, arrived: Tensor | None, **named: Any) -> None:
+        seen.extend(["gradient"] * (arrived is not None))
+        combine_gradient(*given, arrived=arrived, **named)
+
+    for name in ("pool", "convolve_and_pool"):
+        monkeypatch.setattr(cell_kernels, name, noting(getattr(cell_kernels, name)))
+    monkeypatch.setattr(cell_kernels, "combine_gradient", noting_gradient)
+    for together in (True, False):
+        seen.clear()
+        with cell_settings(pools_together=together):
+            mine, theirs = copied_along("nb201", training=training, drops=drops, dtype=torch.float32)
+        assert seen == ["input", "gradient"]
+        assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
+
+
+@with_tail
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("drops", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("space", ["nb201", "darts"])
+def test_copies_by_other_kernels_give_the_same_bits(
+    space: str, dtype: torch.dtype, drops: bool, training: bool, filled_memory: None
+) -> None:
+    mine, theirs = copied_along(space, training=training, drops=drops, dtype=dtype)
+    assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
+
+
+@with_tail
+@pytest.mark.parametrize("along", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("channels", "size"), [(3, (5, 7)), (16, (32, 32)), (48, (9, 11)), (64, (8, 8)), (65, (4, 4))])
+def test_pools_in_the_launch_of_convolutions_give_the_same_bits(
+    channels: int, size: tuple[int, int], dtype: torch.dtype, along: bool, filled_memory: None
+) -> None:
+    if INTERPRETED and channels * size[0] * size[1] > 5000:
+        pytest.skip("takes minutes in the interpreter")
+    cell = build_cell("nb201", channels=channels).to(DEVICE)
+    states, weights = random_inputs(cell, size, 3, torch.float32)
+    x = states[0].to(DEVICE, dtype).contiguous(memory_format=torch.channels_last)
+    found = []
+    for together in (True, False):
+        with cell_settings(pools_together=together, copies_along=along):
+            found.append(fuse(copy.deepcopy(cell))([x], weights.to(DEVICE).flatten()))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+@with_tail
+@pytest.mark.parametrize("number", [0, 1])
+def test_averages_that_are_normalised_are_measured_in_the_launch_of_convolutions(number: int) -> None:
+    """Cells without strides and with."""
+    cell = build_cell("darts", number, candidates=("none", "avg_pool_3x3", "skip_connect", "sep_conv_3x3")).to(DEVICE)
+    states, weights = random_inputs(cell, (9, 8), 3, torch.float32)
+    found = []
+    for together in (True, False):
+        own = copy.deepcopy(cell)
+        with cell_settings(pools_together=together):
+            nodes = fuse(own)([s.to(DEVICE) for s in states], weights.to(DEVICE).flatten())
+        found.append([*nodes, *own.buffers()])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("norm", [True, False])
+def test_pools_with_a_maximum_and_wide_cells_launch_on_their_own(norm: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    called: list[int] = []
+    run = cell_kernels.convolve_and_pool
+    monkeypatch.setattr(cell_kernels, "convolve_and_pool", lambda *g, **n: (called.append(1), run(*g, **n)))
+    for space, channels, expected in (("nb201", 64, 3), ("nb201", 65, 0), ("darts", 4, 0)):
+        called.clear()
+        cell = build_cell(space, channels=channels)
+        states, weights = random_inputs(cell, (4, 4), 2, torch.float32)
+        with cell_settings(pools_together=norm):
+            fuse(cell)(states, weights.flatten())
+        assert len(called) == (min(expected, max(cell.table.targets)) if norm else 0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("channels", [8, 3, 1])
+@pytest.mark.parametrize("planes", [(2, 3, 4), (1, 2), (2,), (0, 2, 4), (3, 2, 1), ()])
+def test_gradients_of_a_concatenation_are_copied_at_once(
+    planes: tuple[int, ...], channels: int, dtype: torch.dtype
+) -> None:
+    """Whatever the planes and the memory of the parts, each part is in its plane and all other planes are untouched."""
+    whole = torch.randn(4, 5, 3, 6 * channels).to(dtype)
+    parts = torch.split(whole, channels, dim=3)
+    for chosen in (parts[1:], parts[1::2], (parts[0], parts[2], parts[3]), tuple(x.clone() for x in parts)):
+        maps = dict(zip(planes, chosen, strict=False))
+        buffer = torch.full((6, 4, 5, 3, channels), 7.0, dtype=dtype)
+        cell_kernels._copy_planes(buffer, maps)
+        for plane in range(6):
+            assert torch.equal(buffer[plane], maps.get(plane, torch.full_like(buffer[plane], 7.0)))
+    # The gradient of a mean over pixels repeats one number.
+    repeated = torch.split(torch.randn(4, 1, 1, 2 * channels).to(dtype).expand(4, 5, 3, -1), channels, dim=3)
+    buffer = torch.empty(2, 4, 5, 3, channels, dtype=dtype)
+    cell_kernels._copy_planes(buffer, dict(enumerate(repeated)))
+    assert torch.equal(buffer, torch.stack(repeated))
+
+
 @ON_GPU
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["chosen", "one stream", "early launch", "fewer reads"])
+@pytest.mark.parametrize("name", ["chosen", "one stream", "early launch", "fewer reads", "separate copies"])
 @pytest.mark.parametrize("space", ["nb201", "darts"])
 def test_captured_gradients_are_the_same_bits_with_other_launches(space: str, name: str) -> None:
     """A chain of cells: what runs at the same time as the next cell must not see its memory."""

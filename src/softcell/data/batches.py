@@ -14,10 +14,11 @@ from torch.utils.data import Dataset as TorchDataset
 
 from softcell.data.augment import Augment, augment, normalise
 from softcell.data.dataset import Dataset
-from softcell.data.hashing import permutation
+from softcell.data.hashing import absorb, permutation
 from softcell.data.images import Files, Images, Resident, centre_view
 from softcell.data.splits import check_readable
 from softcell.errors import UserError
+from softcell.kernels.backend import runs_triton, triton_kernels
 from softcell.machine import usable_cores
 
 
@@ -121,6 +122,8 @@ class Batches:
         # Made once: a copy from the host in every step would be slow and could not be captured.
         self._mean = torch.tensor(mean, device=self.device)
         self._std = torch.tensor(std, device=self.device)
+        self._offset, self._scale = 255 * self._mean, 255 * self._std
+        self._seed = torch.tensor(absorb(0, seed), device=self.device)
         self._workers = min(8, usable_cores()) if workers is None else workers
         whole, rest = divmod(len(indices), self.batch_size)
         self.num_batches = whole + (1 if rest and not drop_last else 0)
@@ -168,9 +171,15 @@ class Batches:
         batch = order[number * self.batch_size : (number + 1) * self.batch_size]
         return batch[self.rank * len(batch) // self.world : (self.rank + 1) * len(batch) // self.world]
 
-    def finish(self, *draft: Tensor) -> Batch:
-        """The batch of a draft: pixels and labels gathered where they are resident, augmented, normalised."""
+    def finish(self, *draft: Tensor, by_kernel: bool = False) -> Batch:
+        """The batch of a draft: pixels and labels gathered where they are resident, augmented, normalised.
+
+        by_kernel: by one Triton kernel, with the same result bit for bit, where it serves (`has_kernel`).
+        """
         *given, index, epoch = draft
+        if by_kernel and self.has_kernel and isinstance(self.images, Resident):
+            labels = self.images.labels.index_select(0, index)  # a dry pass needs true labels
+            return Batch(self._finish_by_kernel(self.images, index, epoch), labels, index)
         if isinstance(self.images, Files):
             stored, labels = given
         else:
@@ -186,6 +195,21 @@ class Batches:
         else:
             pixels = normalise(centre_view(stored, shape), self._mean, self._std, self.dtype)
         return Batch(pixels, labels, index)
+
+    @property
+    def has_kernel(self) -> bool:
+        """Whether the Triton kernel serves: resident images, cropped, flipped and cut out at most."""
+        settings = self.augment
+        if settings is None or settings.from_stored or settings.jitter or not isinstance(self.images, Resident):
+            return False
+        return self.dtype == torch.float32 and runs_triton(self._offset)
+
+    def _finish_by_kernel(self, images: Resident, index: Tensor, epoch: Tensor) -> Tensor:
+        """Augmented images [n, C, H, W]."""
+        check_readable(images.is_test)
+        given = (images.pixels, index, epoch, self._seed, self._offset, self._scale)
+        made: Tensor = triton_kernels("batch").augment(*given, self.augment, images.shape)
+        return made
 
     def _from_memory(self, slices: list[Tensor], epoch: Tensor) -> Iterator[Draft]:
         if not slices:

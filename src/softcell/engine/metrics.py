@@ -22,6 +22,7 @@ from softcell.engine import checkpoint
 from softcell.engine.distributed import World, sum_
 from softcell.errors import UserError
 from softcell.files import atomic_write_text
+from softcell.kernels.backend import runs_triton, triton_kernels
 
 METRICS = "metrics"
 """The name of the lines in `metrics.jsonl`."""
@@ -202,6 +203,13 @@ class LossWatch(nn.Module):
         return Failure(step, float(self.value)) if step >= 0 else None
 
 
+def _has_kernel(logits: Tensor, *losses: Tensor) -> bool:
+    """Whether the Triton kernel counts a step: one program reads the logits, at most a thousand classes at a time."""
+    if not runs_triton(logits) or not 0 < logits.shape[1] <= 1024:
+        return False
+    return len(losses) <= 2 and all(loss.dtype == torch.float32 and not loss.dim() for loss in losses)
+
+
 class Tally:
     """The running metrics of one epoch; a captured step may update them."""
 
@@ -213,8 +221,18 @@ class Tally:
         self._meter.reset()
         self._number.zero_()
 
-    def update(self, loss: Tensor, logits: Tensor | None, labels: Tensor, *others: Tensor) -> None:
-        """One step: its loss [], logits [n, classes] and labels [n]; `others` are losses that must be finite too."""
+    def update(
+        self, loss: Tensor, logits: Tensor | None, labels: Tensor, *others: Tensor, by_kernel: bool = False
+    ) -> None:
+        """One step: its loss [], logits [n, classes] and labels [n]; `others` are losses that must be finite too.
+
+        by_kernel: by one Triton kernel, with the same result, where it serves.
+        """
+        if by_kernel and logits is not None and _has_kernel(logits, loss, *others):
+            top = TOP if logits.shape[1] > TOP else 0
+            values = (loss, others[0] if others else None, logits.contiguous(), labels, self._meter.sums, self._number)
+            triton_kernels("batch").count(*values, self._watch.step, self._watch.value, top)
+            return
         for value in (*others, loss):
             self._watch.update(value, self._number)
         self._meter.update(loss, logits, labels)

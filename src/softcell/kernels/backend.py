@@ -57,6 +57,11 @@ class CellSettings:
     start while the last programs of the previous kernel are still running, and wait for its end (programmatic dependent
     launch, compute capability 9.0 or higher). library_channels: from this width on, convolutions that read no negative
     values (NAS-Bench-1Shot1) run by the library inside the fused cell (`kernels.library_conv`); 128 is not measured.
+    batch_kernels: a search with fused cells augments each batch, and counts the metrics of a step, by one launch each.
+    copies_along: the input of a cell, and the gradient of its output, are copied by kernels that read them anyway.
+    mixes_together: gradients of a table of mixing weights that several cells read are summed by one launch.
+    pools_together: average pools without a maximum share a launch with the convolutions that read the same nodes.
+    block_norms: norms around the cells of a supernet run with what follows them (`softcell.nn.fused_convs`).
     """
 
     moments_values: int = 8192
@@ -67,6 +72,11 @@ class CellSettings:
     second_stream: bool = True
     early_launch: bool = False
     library_channels: int = 128
+    batch_kernels: bool = True
+    copies_along: bool = True
+    mixes_together: bool = True
+    pools_together: bool = True
+    block_norms: bool = True
 
 
 default_settings = CellSettings()

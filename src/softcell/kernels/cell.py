@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -31,7 +32,16 @@ from softcell.kernels.norm import (
     scaled,
     weighted,
 )
-from softcell.kernels.pool import NONE, Leaving, Pool, average_pool, gather_gradient, pool
+from softcell.kernels.pool import (
+    MAX_TOGETHER,
+    NONE,
+    Leaving,
+    Pool,
+    average_pool,
+    convolve_and_pool,
+    gather_gradient,
+    pool,
+)
 from softcell.kernels.schedule import alongside, uses_second_stream
 from softcell.kernels.shared import SharedRows
 from softcell.kernels.taps import (
@@ -97,6 +107,50 @@ class Program:
         return bool(self.rectified) and self.channels >= current_settings().library_channels
 
 
+@dataclass(frozen=True, slots=True)
+class Read:
+    """Mixing weights [size] as one of several readers sees them.
+
+    room [size]: zeros, where the reader's gradient may be written; None: it allocates its own.
+    """
+
+    mix: Tensor
+    room: Tensor | None = None
+
+
+def readers(mix: Tensor, count: int) -> list[Read]:
+    """Mixing weights [size], flat, for `count` cells; their gradients are summed by one launch."""
+    if not (mix.requires_grad and torch.is_grad_enabled()):
+        return [Read(mix)] * count
+    room = torch.zeros(count, *mix.shape, dtype=mix.dtype, device=mix.device)
+    found: tuple[Tensor, ...] = _Readers.apply(_Room(room), mix)  # type: ignore[no-untyped-call]
+    return [Read(own, part) for own, part in zip(found, room.unbind(), strict=True)]
+
+
+@dataclass(frozen=True, slots=True)
+class _Room:
+    """A tensor that autograd does not see."""
+
+    tensor: Tensor
+
+
+class _Readers(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, room: _Room, mix: Tensor) -> tuple[Tensor, ...]:
+        ctx.room = room.tensor
+        ctx.set_materialize_grads(False)
+        return tuple(mix.view_as(mix) for _ in range(len(room.tensor)))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, Tensor | None]:
+        room: Tensor = ctx.room
+        pairs = zip(gradients, room.unbind(), strict=True)
+        if all(own is not None and own.data_ptr() == part.data_ptr() for own, part in pairs):
+            return None, room.sum(0)
+        known = [own for own in gradients if own is not None]
+        return None, torch.stack(known).sum(0) if known else None
+
+
 def mixed_cell(
     program: Program,
     dtype: torch.dtype,
@@ -107,6 +161,7 @@ def mixed_cell(
     *states: Tensor,
     shared: SharedRows | None = None,
     converted: Tensor | None = None,
+    room: Tensor | None = None,
 ) -> tuple[list[Tensor], Tensor]:
     """Values of the program's results, each [n, c, h', w'] channels-last, and the planes' statistics [3, planes, c].
 
@@ -115,10 +170,13 @@ def mixed_cell(
     and variance to normalise with, or None to use batch statistics; factors [choices, n] float32: drop-path's scale for
     each choice and sample, or None; states: the input nodes, [n, c, h, w]. The statistics are mean, 1/√(variance + eps)
     and biased variance; they have no gradient and are undefined for planes without a norm. shared: merges batch
-    statistics over all ranks with one collective per norm group. converted: the weights in `dtype`, if known.
+    statistics over all ranks with one collective per norm group. converted: the weights in `dtype`, if known. room: for
+    the gradient of the mix (`Read`).
     """
+    # Gradients of other dtypes are converted, and for other readers than cells they are not written there.
+    own_room = None if room is None or room.dtype != mix.dtype else _Room(room)
     *nodes, moments = _MixedCell.apply(  # type: ignore[no-untyped-call]
-        program, dtype, shared, mix, weights, converted, running, factors, *states
+        program, dtype, shared, own_room, mix, weights, converted, running, factors, *states
     )
     return nodes, moments
 
@@ -192,6 +250,7 @@ class _MixedCell(torch.autograd.Function):
         program: Program,
         dtype: torch.dtype,
         shared: SharedRows | None,
+        room: _Room | None,
         mix: Tensor,
         given_weights: Tensor,
         converted: Tensor | None,
@@ -207,8 +266,11 @@ class _MixedCell(torch.autograd.Function):
         buffer = weights.new_empty(program.planes, n, out_height, out_width, c)
         # Without strides, input nodes are as large as all other nodes and occupy the first planes of the buffer.
         given = buffer if program.stride == 1 else weights.new_empty(program.inputs, n, height, width, c)
-        for i, state in enumerate(states):
-            given[i].copy_(state.permute(0, 2, 3, 1))
+        read = _readable(program, states, dtype)
+        if read is None:
+            read = given
+            for i, state in enumerate(states):
+                given[i].copy_(state.permute(0, 2, 3, 1))
         rows, by_library = n * out_height * out_width, program.uses_library()
         winners = torch.empty((program.slots, *buffer.shape[1:]), dtype=torch.uint8, device=buffer.device)
         partial: Tensor | None = None
@@ -232,10 +294,16 @@ class _MixedCell(torch.autograd.Function):
             wave = program.wave_of(node)
             if wave is None or node != wave.sources[-1]:
                 continue
-            x = given if node < program.inputs else buffer
+            x = read if node < program.inputs else buffer
             measured = any(plane in wave.measured for p in wave.pools for plane in (p.largest, p.average))
-            pool(x, buffer, winners, partial if measured else None, wave.pools)
-            if by_library:
+            copies = node < program.inputs and read is not given
+            together = not by_library and _pools_together(wave, c)
+            if not together:
+                pool(x, buffer, winners, partial if measured else None, wave.pools, copies=copies)
+            if together:
+                own = (x, weights, buffer, partial, wave.first, wave.pools)
+                convolve_and_pool(*own, measured=measured, copies=copies)
+            elif by_library:
                 library_conv.convolve(x, weights, buffer, partial, wave.first, wave.measured)
             else:
                 convolve(x, weights, buffer, partial, wave.first)
@@ -246,6 +314,7 @@ class _MixedCell(torch.autograd.Function):
         for planes in program.finished:
             normalise(buffer, moments, planes)
         ctx.program, ctx.dtype, ctx.by_batch = program, dtype, running is None
+        ctx.room = None if room is None else room.tensor
         ctx.shared, ctx.by_library = shared if running is None else None, by_library
         ctx.second_stream = uses_second_stream(buffer.device)
         ctx.save_for_backward(mix, given_weights, weights, running, factors, moments, winners, buffer, given, *states)
@@ -266,7 +335,10 @@ class _MixedCell(torch.autograd.Function):
         mix_wanted = is_wanted(ctx, 0)  # inputs: mix, weights, states; weight steps need no mix gradient
         mix_gradient: Tensor | None = None
         if program.terms:  # no kernel writes weights of `none`; all scales and shifts are written
-            mix_gradient = torch.zeros_like(mix) if mix_wanted and mix.dim() == 1 else torch.empty_like(mix)
+            if mix_wanted and mix.dim() == 1:
+                mix_gradient = torch.zeros_like(mix) if ctx.room is None else ctx.room
+            else:
+                mix_gradient = torch.empty_like(mix)
         arrived = dict(zip(program.results, grads[:-1], strict=True))
         for plane in (plane for plane, own in arrived.items() if own is None):
             if plane >= program.nodes or program.wave_of(plane) is None:  # otherwise the wave writes it first
@@ -274,8 +346,8 @@ class _MixedCell(torch.autograd.Function):
         for plane in (plane for plane in range(program.inputs) if program.wave_of(plane) is None):
             given_gradient[plane].zero_()  # nothing reads it
         given_grads = {plane: own.permute(0, 2, 3, 1) for plane, own in arrived.items() if own is not None}
-        if given_grads:
-            torch._foreach_copy_([gradient[plane] for plane in given_grads], list(given_grads.values()))
+        along = {plane: own for plane, own in given_grads.items() if _copied_along(program, mix, gradient, plane, own)}
+        _copy_planes(gradient, {plane: own for plane, own in given_grads.items() if plane not in along})
         for planes in program.finished:
             partial = _room_for_sums(buffer, moments)
             gradient_sums(buffer, gradient, partial, planes)
@@ -294,14 +366,22 @@ class _MixedCell(torch.autograd.Function):
             if node < program.inputs:
                 continue
             terms = program.terms[node - program.inputs]
-            if mix.dim() == 2 and not any(t.normed for t in terms):
+            if _only_distributes(mix, terms):
                 own_terms = [t for t in terms if not t.through]
                 distribute_gradient(buffer, gradient, moments, mix, factors, node, own_terms)
             elif mix_gradient is not None:
                 values = (buffer, gradient, moments, mix, factors, mix_gradient)
                 merge = shared.merge_sums if shared is not None and any(t.normed for t in terms) else None
                 rectified = node in program.rectified
-                combine_gradient(*values, node, terms, by_batch=ctx.by_batch, merge=merge, rectified=rectified)
+                combine_gradient(
+                    *values,
+                    node,
+                    terms,
+                    by_batch=ctx.by_batch,
+                    merge=merge,
+                    rectified=rectified,
+                    arrived=along.get(node),
+                )
         weight_grad: Tensor | None = None
         if is_wanted(ctx, 1):  # in architecture steps weights need no gradient
             outer = [wave for wave in program.waves if wave.sources[0] < program.inputs]
@@ -318,7 +398,60 @@ class _MixedCell(torch.autograd.Function):
                 weight_gradient(buffer, gradient, flat, [g for wave in others for g in wave.first])
                 weight_gradient(buffer, gradient, flat, [g for wave in program.waves for g in wave.second])
         inputs = [given_gradient[i].permute(0, 3, 1, 2).to(state.dtype) for i, state in enumerate(states)]
-        return None, None, None, mix_gradient if mix_wanted else None, weight_grad, None, None, None, *inputs
+        return None, None, None, None, mix_gradient if mix_wanted else None, weight_grad, None, None, None, *inputs
+
+
+def _pools_together(wave: Wave, channels: int) -> bool:
+    """Whether the pools of a wave share a launch with its convolutions."""
+    if not (current_settings().pools_together and wave.first and wave.pools) or channels > MAX_TOGETHER:
+        return False
+    return all(p.largest == NONE for p in wave.pools)
+
+
+def _readable(program: Program, states: Sequence[Tensor], dtype: torch.dtype) -> Tensor | None:
+    """The input of a program as [1, n, h, w, c] without a copy, if pools read it, which can copy it to the buffer."""
+    wave = program.wave_of(0)
+    if not current_settings().copies_along or len(states) != 1 or program.stride > 1 or wave is None or not wave.pools:
+        return None
+    rows = states[0].permute(0, 2, 3, 1)
+    return rows[None] if rows.is_contiguous() and rows.dtype == dtype else None
+
+
+def _copied_along(program: Program, mix: Tensor, gradient: Tensor, plane: int, own: Tensor) -> bool:
+    """Whether the kernel that reads the gradient `own` of a node first can copy it to its plane."""
+    if not current_settings().copies_along or not program.inputs <= plane < program.nodes:
+        return False
+    terms = program.terms[plane - program.inputs]
+    if not terms or program.wave_of(plane) is not None or _only_distributes(mix, terms):
+        return False
+    return own.is_contiguous() and own.dtype == gradient.dtype
+
+
+def _copy_planes(buffer: Tensor, maps: dict[int, Tensor]) -> None:
+    """Copies maps [n, h, w, c] to planes of a buffer; equal parts of one map, as of a concatenation, by one launch."""
+    if not maps:
+        return
+    (first, *_), (own, *others) = maps, maps.values()
+    steps = {b.storage_offset() - a.storage_offset() for a, b in pairwise(maps.values())}
+    alike = all(x.stride() == own.stride() and x.dtype == own.dtype for x in others)
+    is_one = len({x.untyped_storage().data_ptr() for x in maps.values()}) == 1
+    if not (current_settings().copies_along and alike and is_one and len(steps) == 1 and min(steps) > 0) or any(
+        plane != first + i for i, plane in enumerate(maps)
+    ):
+        torch._foreach_copy_([buffer[plane] for plane in maps], list(maps.values()))
+        return
+    parts = own.as_strided((len(maps), *own.shape), (*steps, *own.stride()), own.storage_offset())
+    to = buffer[first : first + len(maps)]
+    size = 8 // own.element_size()  # copies with gaps handle one element at a time
+    numbers = (own.shape[-1], parts.storage_offset(), to.storage_offset(), *parts.stride()[:-1])
+    if to.dtype == own.dtype and own.stride(-1) == 1 and not any(number % size for number in numbers):
+        to, parts = to.view(torch.int64), parts.view(torch.int64)
+    to.copy_(parts)
+
+
+def _only_distributes(mix: Tensor, terms: Sequence[Term]) -> bool:
+    """Whether the gradients of all terms of a node are its own gradient."""
+    return mix.dim() == 2 and not any(t.normed for t in terms)
 
 
 def _leave(
@@ -388,4 +521,4 @@ def _differentiable_backward(
         return mixed_cell_reference(program, dtype, mix, weights, *constants, *states, shared=shared)[0]
 
     dmix, dweights, *dstates = by_twin(twin, leaves, grads)
-    return None, None, None, dmix, dweights, None, None, None, *dstates
+    return None, None, None, None, dmix, dweights, None, None, None, *dstates

@@ -161,17 +161,18 @@ def combine_gradient(
     by_batch: bool,
     merge: Callable[[Tensor], Tensor] | None = None,
     rectified: bool = False,
+    arrived: Tensor | None = None,
 ) -> None:
     """Computes the gradients of all input planes of a node, and of their mixing weights, from gradient[node].
 
     buffer and gradient [planes, n, h, w, c]; factors [choices, n] or None; mix_gradient like `mix`, written at the
     weights (or γ and β) of the terms. merge: applied to the sums [any, c] over rows that enter the gradients of planes
     (`SharedRows.merge_sums`); gradients of mixing weights only cover this rank's rows. rectified: the node is the ReLU
-    of a single normalised plane, scaled and shifted per channel.
+    of a single normalised plane, scaled and shifted per channel. arrived [n, h, w, c]: first copied to gradient[node].
     """
     kernel = triton_kernels("norm").combine_gradient if runs_triton(buffer) else combine_gradient_reference
     given = (buffer, gradient, moments, mix, factors, mix_gradient, node, terms)
-    kernel(*given, by_batch=by_batch, merge=merge, rectified=rectified)
+    kernel(*given, by_batch=by_batch, merge=merge, rectified=rectified, arrived=arrived)
 
 
 def combine_gradient_reference(
@@ -187,16 +188,19 @@ def combine_gradient_reference(
     by_batch: bool,
     merge: Callable[[Tensor], Tensor] | None = None,
     rectified: bool = False,
+    arrived: Tensor | None = None,
 ) -> None:
     if not terms:
         return
-    arrived = gradient[node].to(moments.dtype)
+    if arrived is not None:
+        gradient[node] = arrived
+    given = gradient[node].to(moments.dtype)
     if rectified:
-        arrived = arrived * (buffer[node] > 0)
-    rows = arrived.numel() // arrived.shape[-1]
-    sums = moments.new_empty(2, len(terms), arrived.shape[-1])  # of g and of g·ŷ
+        given = given * (buffer[node] > 0)
+    rows = given.numel() // given.shape[-1]
+    sums = moments.new_empty(2, len(terms), given.shape[-1])  # of g and of g·ŷ
     for i, t in enumerate(terms):
-        g = scaled(arrived, factors, t.choice)
+        g = scaled(given, factors, t.choice)
         sums[0, i] = g.sum((0, 1, 2))
         sums[1, i] = (g * _value(buffer, moments, t)).sum((0, 1, 2))
         if mix.dim() == 1:
@@ -209,7 +213,7 @@ def combine_gradient_reference(
     for i, t in enumerate(terms):
         if t.through:
             continue
-        inner = scaled(arrived, factors, t.choice)
+        inner = scaled(given, factors, t.choice)
         if t.normed:
             if by_batch:
                 inner = inner - means[0, i] - _value(buffer, moments, t) * means[1, i]

@@ -196,9 +196,9 @@ def _combine(
 
 @triton.jit(do_not_specialize=["num_terms", "rows", "rows_each", "area", "samples", "planes", "node"])
 def _combine_sums(
-    buffer_ptr, gradient_ptr, moments_ptr, mix_ptr, factors_ptr, partial_ptr, terms_ptr, num_terms, rows, rows_each,
-    area, samples, planes, node, C: tl.constexpr, CB: tl.constexpr, BLOCK: tl.constexpr, DROPS: tl.constexpr,
-    BOTH: tl.constexpr, RECTIFIED: tl.constexpr, EARLY: tl.constexpr,
+    buffer_ptr, gradient_ptr, arrived_ptr, moments_ptr, mix_ptr, factors_ptr, partial_ptr, terms_ptr, num_terms, rows,
+    rows_each, area, samples, planes, node, C: tl.constexpr, CB: tl.constexpr, BLOCK: tl.constexpr, DROPS: tl.constexpr,
+    BOTH: tl.constexpr, RECTIFIED: tl.constexpr, ARRIVES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     t = tl.program_id(1)
     c = tl.arange(0, CB)
@@ -220,10 +220,16 @@ def _combine_sums(
         m = start + tl.arange(0, BLOCK)
         ok = (m < end)[:, None] & c_ok[None, :]
         at = (m * C)[:, None] + c[None, :]
-        g = tl.load(gradient_ptr + node * size + at, mask=ok, other=0.0).to(tl.float32)
+        if ARRIVES:
+            copied = tl.load(arrived_ptr + at, mask=ok, other=0.0)
+            is_last = t == tl.num_programs(1) - 1
+            tl.store(gradient_ptr + node * size + at, copied, mask=ok & is_last)
+            g = copied.to(tl.float32)
+        else:
+            g = tl.load(gradient_ptr + node * size + at, mask=ok, other=0.0).to(tl.float32)
         if DROPS:
             g *= tl.load(factors_ptr + choice * samples + m // area, mask=m < end, other=0.0)[:, None]
-        y = tl.load(buffer_ptr + plane * size + at, mask=ok, other=0.0).to(tl.float32)
+        y = tl.load(buffer_ptr + plane * size + at, mask=ok & (plain == 0), other=0.0).to(tl.float32)
         if RECTIFIED:  # computed again from what is read anyway, so that the node's value is not read
             g = tl.where((y - mean[None, :]) * (rstd * weight)[None, :] + bias[None, :] > 0, g, 0.0)
         total += g * tl.where(plain > 0, 1.0, (y - mean[None, :]) * rstd[None, :])
@@ -381,8 +387,9 @@ def combine(buffer, moments, mix, factors, node, terms, *, rectified=False):
 
 
 def combine_gradient(
-    buffer, gradient, moments, mix, factors, mix_gradient, node, terms, *, by_batch, merge=None, rectified=False
-):
+    buffer, gradient, moments, mix, factors, mix_gradient, node, terms, *, by_batch, merge=None, rectified=False,
+    arrived=None,
+):  # fmt: skip
     if not terms:
         return
     assert not rectified or (len(terms) == 1 and terms[0].normed and mix.dim() == 2)
@@ -408,8 +415,9 @@ def combine_gradient(
     sums = moments.new_empty(len(reduced), c)
     listed = table(reduced, device)
     _combine_sums[(splits, 1 if both else len(reduced))](
-        buffer, gradient, moments, mix, scales, partial, listed, len(reduced), rows, each, planes=len(buffer),
-        node=node, BLOCK=block, BOTH=both, RECTIFIED=rectified, **settings, **drops,
+        buffer, gradient, gradient if arrived is None else arrived, moments, mix, scales, partial, listed, len(reduced),
+        rows, each, planes=len(buffer), node=node, BLOCK=block, BOTH=both, RECTIFIED=rectified,
+        ARRIVES=arrived is not None, **settings, **drops,
     )  # fmt: skip
     small = min(_rows(settings, own.sums_values), triton.next_power_of_2(splits))
     shape = (len(reduced), splits)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from softcell.kernels.backend import runs_triton, triton_kernels
 from softcell.kernels.norm import scaled
-from softcell.kernels.taps import tile_moments
+from softcell.kernels.taps import Group, convolve_reference, tile_moments
 
 NONE = -1
 
@@ -52,17 +52,25 @@ class Leaving:
     masked: bool = True
 
 
-def pool(x: Tensor, y: Tensor, winners: Tensor, partial: Tensor | None, pools: Sequence[Pool]) -> None:
+def pool(
+    x: Tensor, y: Tensor, winners: Tensor, partial: Tensor | None, pools: Sequence[Pool], *, copies: bool = False
+) -> None:
     """Fills the planes of `pools` in y [planes, n, h', w', c] from x [planes, n, h, w, c].
 
-    winners [slots, n, h', w', c] uint8: the winning tap; partial as in `convolve`.
+    winners [slots, n, h', w', c] uint8: the winning tap; partial as in `convolve`. copies: also copy the sources of the
+    pools, which have no strides then, to the same planes of y.
     """
     if pools:
-        (triton_kernels("pool").pool if runs_triton(x) else pool_reference)(x, y, winners, partial, pools)
+        kernel = triton_kernels("pool").pool if runs_triton(x) else pool_reference
+        kernel(x, y, winners, partial, pools, copies=copies)
 
 
-def pool_reference(x: Tensor, y: Tensor, winners: Tensor, partial: Tensor | None, pools: Sequence[Pool]) -> None:
+def pool_reference(
+    x: Tensor, y: Tensor, winners: Tensor, partial: Tensor | None, pools: Sequence[Pool], *, copies: bool = False
+) -> None:
     for p in pools:
+        if copies:
+            y[p.source] = x[p.source]
         image = x[p.source].permute(0, 3, 1, 2)
         if p.largest != NONE:
             value, where = F.max_pool2d(image, 3, p.stride, 1, return_indices=True)
@@ -73,6 +81,41 @@ def pool_reference(x: Tensor, y: Tensor, winners: Tensor, partial: Tensor | None
         for plane in (p.largest, p.average):
             if partial is not None and plane != NONE:
                 partial[:, :, plane] = tile_moments(y[plane : plane + 1])[:, :, 0]
+
+
+MAX_TOGETHER = 64
+"""Channels up to which averages and convolutions share a launch: more values of a tile do not fit the registers."""
+
+
+def convolve_and_pool(
+    x: Tensor,
+    weights: Tensor,
+    y: Tensor,
+    partial: Tensor | None,
+    groups: Sequence[Group],
+    pools: Sequence[Pool],
+    *,
+    measured: bool,
+    copies: bool,
+) -> None:
+    """`convolve` and `pool`, for averages only, by one launch; measured: pools write to `partial`, too."""
+    kernel = triton_kernels("pool").convolve_and_pool if runs_triton(x) else convolve_and_pool_reference
+    kernel(x, weights, y, partial, groups, pools, measured=measured, copies=copies)
+
+
+def convolve_and_pool_reference(
+    x: Tensor,
+    weights: Tensor,
+    y: Tensor,
+    partial: Tensor | None,
+    groups: Sequence[Group],
+    pools: Sequence[Pool],
+    *,
+    measured: bool,
+    copies: bool,
+) -> None:
+    pool_reference(x, y, y, partial if measured else None, pools, copies=copies)
+    convolve_reference(x, weights, y, partial, groups)
 
 
 def gather_gradient(

@@ -16,10 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from softcell.kernels.block_norm import normed
 from softcell.kernels.shared import shares_norms
 from softcell.nn.attention import AttentionBlock, LocalAttention
-from softcell.nn.norm import update_running_by_plane
+from softcell.nn.fused_convs import normed_by
 from softcell.nn.stack import block_key, flat
 
 EIGHT = 8
@@ -126,8 +125,4 @@ def _norm(
     """The norm of a convolution with what follows it."""
     _, norm = part.children()
     assert isinstance(norm, nn.BatchNorm2d)
-    given = (z, norm.weight, norm.bias, norm.eps)
-    y, mean, variance = normed(*given, relu=relu, shortcut=shortcut, factors=factors)
-    rows = z.numel() // z.shape[1]
-    update_running_by_plane([(0, norm)], mean[None], variance[None], rows / max(rows - 1, 1))
-    return y
+    return normed_by(norm, z, relu=relu, shortcut=shortcut, factors=factors)

@@ -19,6 +19,7 @@ from softcell.engine.distributed import World, broadcast_module
 from softcell.engine.metrics import Failure, Tally
 from softcell.engine.optim import adam, load_optimiser, rate_at, set_lr, sgd
 from softcell.engine.session import computing_in, in_precision
+from softcell.kernels.backend import current_settings
 from softcell.kernels.shared import norms_of
 from softcell.methods import Method, Planner
 from softcell.nn.objective import Objective
@@ -154,7 +155,13 @@ class SearchTask:
         """The training batch and, unless single-level, the validation batch of a draft from `batches`."""
         size = self.weights.draft_size
         own, held = drafts[:size], drafts[size:]
-        return self.weights.finish(*own), self._validation.finish(*held) if held else None
+        by_kernel = self._by_kernel()
+        train = self.weights.finish(*own, by_kernel=by_kernel)
+        return train, self._validation.finish(*held, by_kernel=by_kernel) if held else None
+
+    def _by_kernel(self) -> bool:
+        """Whether batches and metrics go through Triton kernels: those of a search with fused cells."""
+        return self.recipe.fused and current_settings().batch_kernels
 
     def step(self, batch: Draft) -> None:
         if not self._compiled_ahead:
@@ -216,7 +223,7 @@ class SearchTask:
                 else:
                     result, held = bilevel(self.step_state, train, validation)
                 others.append(held.loss)
-        self.tally.update(result.loss, result.logits, batch.labels, *others)
+        self.tally.update(result.loss, result.logits, batch.labels, *others, by_kernel=self._by_kernel())
 
     def end_epoch(self, epoch: int) -> dict[str, Any]:
         last = epoch + 1 == self.num_epochs

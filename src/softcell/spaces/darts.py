@@ -27,14 +27,16 @@ from softcell.kernels.schedule import Schedule
 from softcell.nn.calibrate import Calibration
 from softcell.nn.candidates import Spec, get_candidate
 from softcell.nn.conv import AuxiliaryHead, FactorisedReduction, ReLUConvBN, concatenated, dense_gradient
+from softcell.nn.fused_convs import FusedConvs
 from softcell.nn.norm import BatchNorm2d, updates_together
+from softcell.nn.stack import has_hooks
 from softcell.spaces._derived_plan import DerivedCell, DerivedPass
 from softcell.spaces._executors import mixed_pass
 from softcell.spaces._segment_plan import SegmentedCell
 from softcell.spaces.base import Network, Shape, Space, Supernet, global_pool, register_space
 from softcell.spaces.cell import MixedCell, PickedCell
 from softcell.spaces.edges import SpecOf, check_ratios
-from softcell.spaces.execution import plan_network
+from softcell.spaces.execution import compute_type, plan_around, plan_network
 
 CANDIDATES = (
     "none",
@@ -171,6 +173,18 @@ class Stem(nn.Module):
         first = self.first(x)
         return first, first if self.second is None else self.second(first)
 
+    def blocks(self) -> list[nn.Module]:
+        """What `FusedConvs` runs: a stem of one convolution and its norm."""
+        return [self.first] if self.second is None else []
+
+    def fused(self, x: Tensor, convs: FusedConvs) -> tuple[Tensor, Tensor]:
+        """The same with fewer launches; x: images [n, c, h, w]."""
+        if self.second is not None or has_hooks(self):
+            first, second = self(x)
+            return first, second
+        first = convs.run(self.first, x)
+        return first, first
+
 
 @dataclass(frozen=True, slots=True)
 class CellPlan:
@@ -226,6 +240,10 @@ class Preprocess(nn.Module):
     def forward(self, older: Tensor, newer: Tensor) -> tuple[Tensor, Tensor]:
         return self.older(older), self.newer(newer)
 
+    def fused(self, older: Tensor, newer: Tensor, convs: FusedConvs) -> tuple[Tensor, Tensor]:
+        """The same with fewer launches; older and newer: maps [n, c, h, w]."""
+        return convs.run(self.older, older), convs.run(self.newer, newer)
+
 
 class DartsSupernet(Supernet):
     """Stem, cells that mix all candidates, global pooling and a linear classifier."""
@@ -251,15 +269,25 @@ class DartsSupernet(Supernet):
         self.classifier = nn.Linear(self.plans[-1].width * outputs[self.plans[-1].table], num_classes)
 
     def features(self, x: Tensor, mix: Mix) -> list[Tensor]:
-        older, newer = self.stem(x)
+        convs = self._fused_convs(x)
+        older, newer = self.stem(x) if convs is None else self.stem.fused(x, convs)
         stages: list[Tensor] = []
         with mixed_pass(self.cells, mix, newer):  # type: ignore[arg-type]
             for site, (plan, pre, cell) in enumerate(zip(self.plans, self.pre, self.cells, strict=True)):
                 if plan.reduces:
                     stages.append(newer)
-                nodes = cell(pre(older, newer), mix, site)
+                assert isinstance(pre, Preprocess)
+                given = pre(older, newer) if convs is None or has_hooks(pre) else pre.fused(older, newer, convs)
+                nodes = cell(given, mix, site)
                 older, newer = newer, torch.cat([nodes[n] for n in self.layout.table(plan.table).output], dim=1)
         return [*stages, newer]
+
+    def _fused_convs(self, x: Tensor) -> FusedConvs | None:
+        """What runs stem and preprocessing in a pass over x [n, c, h, w] with fewer launches; None: as modules."""
+        if not (self.training and plan_around(x)):
+            return None
+        blocks = [block for pre in self.pre for block in pre.children()]
+        return FusedConvs([*self.stem.blocks(), *blocks], compute_type(x))
 
     def head(self, features: Tensor) -> Tensor:
         return self.classifier(global_pool(features))  # type: ignore[no-any-return]

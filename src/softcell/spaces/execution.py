@@ -3,6 +3,7 @@
     plan           mixed cells                         `_executors`
     plan_modules   the modules that read one node      `_executors`
     plan_layer     a layer of a mixed chain            `cell`
+    plan_around    convolutions and norms around cells `nn.fused_convs`
     plan_network   cells of derived networks           `_derived_plan` (DARTS), `_segment_plan` (NOS),
                                                        `_affine_cells` (NAS-Bench-201), `_rectified_plan`
                                                        (NAS-Bench-1Shot1), `cell`
@@ -23,7 +24,7 @@ import torch
 from torch import Tensor
 
 from softcell.arch import Mix, WeightMix
-from softcell.kernels.backend import has_triton
+from softcell.kernels.backend import current_settings, has_triton
 from softcell.nn.calibrate import grouping_calibrations_pays
 from softcell.nn.stack import grouping_blocks_pays, stacking_pays
 
@@ -95,6 +96,11 @@ def plan_layer(mix: Mix, site: int, layer: int, x: Tensor) -> LayerExecution:
     if isinstance(mix, WeightMix) and not mix.is_picked(site):
         return LayerExecution.STACKED
     return LayerExecution.GROUPED
+
+
+def plan_around(x: Tensor) -> bool:
+    """Whether convolutions and norms around the cells of a supernet are fused, where they have a fused form."""
+    return current_settings().block_norms and kernels_serve(x)
 
 
 def plan_network(x: Tensor) -> bool:

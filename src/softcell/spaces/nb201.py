@@ -17,13 +17,15 @@ from softcell.arch import Choice, Genotype, Layout, Mix, StrongestEach, Table
 from softcell.errors import UserError
 from softcell.nn.candidates import Spec, get_candidate
 from softcell.nn.conv import ReLUConvBN
+from softcell.nn.fused_convs import FusedConvs
 from softcell.nn.norm import BatchNorm2d
+from softcell.nn.stack import has_hooks
 from softcell.spaces._affine_cells import RunCell, fused_pass
 from softcell.spaces._executors import mixed_pass
 from softcell.spaces.base import Network, Shape, Space, Supernet, global_pool, register_space
 from softcell.spaces.cell import MixedCell, PickedCell
 from softcell.spaces.edges import SpecOf, check_ratios
-from softcell.spaces.execution import plan_network
+from softcell.spaces.execution import compute_type, plan_around, plan_network
 
 CANDIDATES = ("none", "skip_connect", "nor_conv_1x1", "nor_conv_3x3", "avg_pool_3x3")
 STAGES = 3
@@ -123,6 +125,12 @@ class ResidualReduction(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return self.shortcut(x) + self.second(self.first(x))  # type: ignore[no-any-return]
 
+    def fused(self, x: Tensor, convs: FusedConvs) -> Tensor:
+        """The same, x [n, c, h, w], with fewer launches."""
+        pool, widen = self.shortcut
+        y = convs.run(self.first, x, relu=True)
+        return convs.run_activated(self.second, y, shortcut=convs.run(widen, pool(x)))
+
 
 class Skeleton(nn.Module):
     """Everything around the cells: stem, reductions, last norm and classifier."""
@@ -137,6 +145,14 @@ class Skeleton(nn.Module):
 
     def head(self, features: Tensor) -> Tensor:
         return self.classifier(global_pool(self.last(features)))  # type: ignore[no-any-return]
+
+    def fused_convs(self, x: Tensor) -> FusedConvs | None:
+        """What runs stem and reductions in a pass over x [n, c, h, w] with fewer launches; None: module by module."""
+        if not (self.training and plan_around(x)):
+            return None
+        reductions = [m for m in self.reductions if isinstance(m, ResidualReduction)]
+        blocks = [block for m in reductions for block in (m.first, m.second, m.shortcut[1])]
+        return FusedConvs([self.stem, *blocks], compute_type(x))
 
 
 def _stage_specs(space: NB201Space, *, affine: bool) -> list[SpecOf]:
@@ -167,13 +183,16 @@ class NB201Supernet(Supernet):
         self._per_stage = space.cells_per_stage
 
     def features(self, x: Tensor, mix: Mix) -> list[Tensor]:
-        x = self.skeleton.stem(x)
+        convs = self.skeleton.fused_convs(x)
+        x = self.skeleton.stem(x) if convs is None else convs.run(self.skeleton.stem, x)
         stages = []
         with mixed_pass(self.cells, mix, x):  # type: ignore[arg-type]
             for site, cell in enumerate(self.cells):
                 if site and site % self._per_stage == 0:
                     stages.append(x)
-                    x = self.skeleton.reductions[len(stages) - 1](x)
+                    reduction = self.skeleton.reductions[len(stages) - 1]
+                    assert isinstance(reduction, ResidualReduction)
+                    x = reduction(x) if convs is None or has_hooks(reduction) else reduction.fused(x, convs)
                 x = cell([x], mix, site)[-1]
         return [*stages, x]
 
