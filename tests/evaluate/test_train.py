@@ -14,14 +14,16 @@ from safetensors import safe_open
 
 from softcell.arch import Genotype, sample
 from softcell.data import Dataset, Images, load, split
-from softcell.data.batches import Feeds
+from softcell.data.batches import Batches, Feeds
 from softcell.engine import DivergedError
 from softcell.engine.checkpoint import load_latest
+from softcell.engine.metrics import Tally
 from softcell.engine.optim import classification_step, sgd
 from softcell.engine.task import EpochEnded
 from softcell.errors import UserError
 from softcell.evaluate import RECIPES, TrainRecipe, TrainResult, load_network, resolve, stored_training, train
 from softcell.evaluate.task import TrainTask, learning_rate
+from softcell.kernels.backend import cell_settings
 from softcell.nn.conv import quarters
 from softcell.spaces import SPACES, build_space, darts, execution, nb201
 from tests.helpers.search_forks import forks
@@ -115,6 +117,36 @@ def test_validation_is_fused_if_training_is(
     task.step(next(task.batches(0, 0)))
     task.end_epoch(0)
     assert seen == {(True, fused), (False, fused)}
+
+
+@pytest.mark.parametrize(
+    ("fused", "kernels", "expected"), [(True, True, True), (True, False, False), (False, True, False)]
+)
+def test_fused_training_augments_and_counts_by_kernels(
+    fused: bool, kernels: bool, expected: bool, data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    network = build_space("nb201", TINY["nb201"]).network(genotype_of("nb201"), (1, 8, 8), 3)
+    found = load(str(data))
+    batches = Feeds(found, 16, 0, torch.device("cpu"), torch.float32).training(
+        split(found.train, {"train": 1.0}, 0)["train"], found.augment
+    )
+    recipe = recipe_of("nb201", data, epochs=1, fused=fused, auxiliary=0.0)
+    task = TrainTask(recipe, network, ALONE, train=batches, held=None, notify=lambda text: None)
+    asked: list[bool] = []
+
+    def asking(original: Any) -> Any:
+        def run(*given: Any, by_kernel: bool = False) -> Any:
+            asked.append(by_kernel)
+            return original(*given, by_kernel=by_kernel)
+
+        return run
+
+    monkeypatch.setattr(Batches, "finish", asking(Batches.finish))
+    monkeypatch.setattr(Tally, "update", asking(Tally.update))
+    task.begin_epoch(0)
+    with cell_settings(batch_kernels=kernels):
+        task.step(next(task.batches(0, 0)))
+    assert asked == [expected, expected]
 
 
 def test_drop_path_really_drops(data: Path) -> None:

@@ -32,6 +32,7 @@ from softcell.engine.session import computing_in, forked_rng, in_precision
 from softcell.engine.timing import TimeBudget
 from softcell.evaluate._retrieval import retrieval_step
 from softcell.evaluate.recipe import TrainRecipe
+from softcell.kernels.backend import current_settings
 from softcell.kernels.shared import norms_of, without_exchange
 from softcell.kernels.warm_up import failure_reported, is_enabled, warm_up, warm_up_by_run
 from softcell.nn.classifiers import Classifier
@@ -204,8 +205,9 @@ class TrainTask:
     def _learn(self, *draft: Tensor) -> None:
         """One training step, augmentation included; everything happens on the device, so that it can be captured."""
         recipe, logits = self.recipe, None
+        by_kernel = recipe.fused and current_settings().batch_kernels
         with self._cells(), norms_of(recipe.norms):
-            batch = self._train.finish(*draft)
+            batch = self._train.finish(*draft, by_kernel=by_kernel)
             several = recipe.norms == "local" and self.world.size > 1
             also = running_statistics([self.network]) if several else []
             if self.criterion is not None:
@@ -225,7 +227,7 @@ class TrainTask:
                 )
             if self._average is not None:
                 self._average.update()
-            self._tally.update(loss, logits, batch.labels)
+            self._tally.update(loss, logits, batch.labels, by_kernel=by_kernel)
 
     def end_epoch(self, epoch: int) -> dict[str, Any]:
         trained = self._tally.read(self.world)
