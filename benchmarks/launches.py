@@ -21,9 +21,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.steps import Case, batch, step, step_state
 from benchmarks.traffic import is_view
-from softcell.kernels import block_norm, calibrate, indicator, library_conv, local, mix
+from softcell.kernels import block_norm, calibrate, indicator, library_conv, local, mix, window_mean
 from softcell.kernels import cell as kernels
-from softcell.nn import attention
+from softcell.nn import attention, conv
 from softcell.nn import calibrate as calibrations
 from softcell.nn import stack as stacked
 from softcell.spaces import _executors, _fused_cell, block, execution
@@ -117,6 +117,21 @@ class _BlockNorm:
 
     def _backward(self, z: Tensor, *more: Any) -> tuple[Tensor, Tensor]:
         return torch.zeros_like(z), torch.zeros(2, z.shape[3])
+
+
+class _WindowMean:
+    """Stand-in for the kernels of average pools: counts their launches and returns zeros."""
+
+    def __init__(self, counter: _Counter) -> None:
+        self.forward = counter.as_kernel("window_mean", 1, self._forward)
+        self.backward = counter.as_kernel("window_mean_gradient", 1, self._backward)
+
+    def _forward(self, x: Tensor, stride: int) -> Tensor:
+        n, height, width, c = x.shape
+        return x.new_zeros(n, -(-height // stride), -(-width // stride), c)
+
+    def _backward(self, dy: Tensor, height: int, width: int, stride: int) -> Tensor:
+        return dy.new_zeros(dy.shape[0], height, width, dy.shape[3])
 
 
 class _Indicator:
@@ -220,10 +235,11 @@ def as_on_a_gpu(counter: _Counter, *, together: bool) -> Iterator[None]:
                 stack.enter_context(patch.object(module, name, counter.as_kernel(name, count, getattr(module, name))))
         stack.enter_context(patch.object(execution, "kernels_serve", lambda x: True))
         stack.enter_context(patch.object(execution, "grouping_blocks_pays", lambda x: together))
-        for module in (attention, block_norm, local, stacked):
+        for module in (attention, block_norm, conv, local, stacked, window_mean):
             stack.enter_context(patch.object(module, "runs_triton", lambda x: True))
         stack.enter_context(patch.object(block_norm, "triton_kernels", lambda family: _BlockNorm(counter)))
         stack.enter_context(patch.object(local, "triton_kernels", lambda family: _Local(counter)))
+        stack.enter_context(patch.object(window_mean, "triton_kernels", lambda family: _WindowMean(counter)))
         stack.enter_context(patch.object(indicator, "fits", lambda x, form: True))
         stack.enter_context(patch.object(indicator, "triton_kernels", lambda family: _Indicator(counter)))
         for module in (calibrate, calibrations):
