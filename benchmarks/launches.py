@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.steps import Case, batch, step, step_state
 from benchmarks.traffic import is_view
-from softcell.kernels import block_norm, calibrate, indicator, library_conv, local, mix, window_mean
+from softcell.kernels import block_norm, calibrate, indicator, library_conv, local, mix, mixed_norm, window_mean
 from softcell.kernels import cell as kernels
 from softcell.nn import attention, conv
 from softcell.nn import calibrate as calibrations
@@ -117,6 +117,29 @@ class _BlockNorm:
 
     def _backward(self, z: Tensor, *more: Any) -> tuple[Tensor, Tensor]:
         return torch.zeros_like(z), torch.zeros(2, z.shape[3])
+
+
+class _MixedNorm:
+    """Stand-in for the kernels of weighted sums of norms: counts their launches and returns zeros."""
+
+    def __init__(self, counter: _Counter) -> None:
+        self.forward = counter.as_kernel("mixed_norm", 3, self._forward)
+        self._of_sums = counter.as_kernel("mixed_norm_gradient", 3, self._backward)
+        self._of_shortcut = counter.as_kernel("mixed_norm_gradient", 1, self._backward)
+
+    def _forward(self, z: Tensor, *more: Any) -> tuple[Tensor, Tensor]:
+        return z.new_zeros(z.shape[1:]), torch.zeros(3, len(z), z.shape[-1])
+
+    def backward(self, *given: Any) -> tuple[Tensor | None, ...]:
+        return (self._of_sums if given[-3] or given[-2] else self._of_shortcut)(*given)  # type: ignore[no-any-return]
+
+    def _backward(self, z: Tensor, *given: Any) -> tuple[Tensor | None, ...]:
+        maps, weights, shortcut = given[-3:]
+        return (
+            torch.zeros_like(z) if maps else None,
+            torch.zeros(len(z)) if weights else None,
+            z.new_zeros(z.shape[1:]) if shortcut else None,
+        )
 
 
 class _WindowMean:
@@ -235,9 +258,10 @@ def as_on_a_gpu(counter: _Counter, *, together: bool) -> Iterator[None]:
                 stack.enter_context(patch.object(module, name, counter.as_kernel(name, count, getattr(module, name))))
         stack.enter_context(patch.object(execution, "kernels_serve", lambda x: True))
         stack.enter_context(patch.object(execution, "grouping_blocks_pays", lambda x: together))
-        for module in (attention, block_norm, conv, local, stacked, window_mean):
+        for module in (attention, block_norm, conv, local, mixed_norm, stacked, window_mean):
             stack.enter_context(patch.object(module, "runs_triton", lambda x: True))
         stack.enter_context(patch.object(block_norm, "triton_kernels", lambda family: _BlockNorm(counter)))
+        stack.enter_context(patch.object(mixed_norm, "triton_kernels", lambda family: _MixedNorm(counter)))
         stack.enter_context(patch.object(local, "triton_kernels", lambda family: _Local(counter)))
         stack.enter_context(patch.object(window_mean, "triton_kernels", lambda family: _WindowMean(counter)))
         stack.enter_context(patch.object(indicator, "fits", lambda x, form: True))

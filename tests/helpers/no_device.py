@@ -12,7 +12,18 @@ import torch
 from torch import Tensor
 
 import softcell.kernels
-from softcell.kernels import block_norm, calibrate, indicator, library_conv, local, norm, pool, taps, window_mean
+from softcell.kernels import (
+    block_norm,
+    calibrate,
+    indicator,
+    library_conv,
+    local,
+    mixed_norm,
+    norm,
+    pool,
+    taps,
+    window_mean,
+)
 from softcell.kernels.warm_up import Target
 from softcell.nn import attention, conv, stack
 from softcell.spaces import execution
@@ -44,8 +55,8 @@ def take_for_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     for kernel in all_kernels():  # without what earlier tests have compiled
         monkeypatch.setattr(kernel, "device_caches", defaultdict(kernel.create_binder))
     monkeypatch.setattr(execution, "kernels_serve", lambda x: bool(x.numel()) and not is_modules_only())
-    own = (attention, block_norm, calibrate, conv, indicator, library_conv, local, norm, pool, stack, taps, window_mean)
-    for module in own:
+    kernels = (block_norm, calibrate, indicator, library_conv, local, mixed_norm, norm, pool, taps, window_mean)
+    for module in (*kernels, attention, conv, stack):
         monkeypatch.setattr(module, "runs_triton", _runs_triton)
 
 

@@ -1,5 +1,6 @@
 """Blocks of attention run together equal separate ones: values, gradients, running statistics."""
 
+import copy
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from softcell.arch import WeightMix
 from softcell.nn import stack
 from softcell.nn.attention import AttentionBlock, LocalAttention
 from softcell.nn.candidates import Spec, get_candidate
-from softcell.nn.stack import block_key, grouping_blocks_pays, run_alike, run_blocks
+from softcell.nn.stack import block_key, grouping_blocks_pays, run_blocks, run_summed
 from softcell.spaces import build_space, cell, execution
 from softcell.spaces.execution import modules_only
 from softcell.spaces.fullattention import CANDIDATES
@@ -122,7 +123,7 @@ def test_modules_that_differ_or_have_hooks_run_separately() -> None:
     assert block_key(own) is None, "it would not be heard"
     x = torch.randn(1, 16, 3, 3, dtype=torch.float64)
     assert run_blocks([one, other, None], x) == {}
-    assert run_alike([one, other, None], x) is None
+    assert run_summed([one, other, None], x, lambda: pytest.fail("they do not stack")) is None
     assert not grouping_blocks_pays(x), "on a CPU launches cost nothing"
 
 
@@ -144,21 +145,76 @@ def test_a_supernet_is_the_same_with_blocks_together(live: Any, monkeypatch: pyt
         ran.append(len(found))
         return found
 
-    def run_as_one(modules: Any, given: Tensor) -> Tensor | None:
-        found = run_alike(modules, given)
+    def run_as_one(modules: Any, given: Tensor, weights: Any) -> Tensor | None:
+        found = run_summed(modules, given, weights)
         alike.append(found is not None)
         return found
 
     monkeypatch.setattr(execution, "grouping_blocks_pays", lambda x: True)
     monkeypatch.setattr(cell, "run_blocks", run)
-    monkeypatch.setattr(cell, "run_alike", run_as_one)
+    monkeypatch.setattr(cell, "run_summed", run_as_one)
     torch.testing.assert_close(supernet(x, mix), plain, rtol=1e-9, atol=1e-9)
     assert alike == ([True] * 10 if live is None else [True, False] * 5), "a single block runs alone"
     assert ran == [] if live is None else ran == [0] * 5
-    monkeypatch.setattr(cell, "run_alike", lambda modules, x: None)
+    monkeypatch.setattr(cell, "run_summed", lambda modules, x, weights: None)
     torch.testing.assert_close(supernet(x, mix), plain, rtol=1e-9, atol=1e-9)
     assert ran == [len(CANDIDATES)] * 10 if live is None else ran == [0] * 5 + [3, 0] * 5
     ran.clear()
     with modules_only():
         supernet(x, mix)
     assert ran == []
+
+
+def _searched(supernet: nn.Module, images: Tensor, layout: Any) -> dict[str, Tensor]:
+    """Outputs, gradients and running statistics of one training pass, and the gradients of the mixing weights."""
+    torch.manual_seed(1)
+    weights = {
+        table.name: torch.rand(table.shape, dtype=torch.float64).to(images).requires_grad_() for table in layout.tables
+    }
+    y = supernet.train()(images, WeightMix(layout, weights, {}))
+    named = {**dict(supernet.named_parameters()), **weights}
+    gradients = torch.autograd.grad((y * torch.arange(y.numel()).view(y.shape).to(y).cos()).sum(), list(named.values()))
+    running = {name: b.clone() for name, b in supernet.named_buffers() if "running" in name}
+    return {"y": y.detach(), **running, **{f"d{n}": g for n, g in zip(named, gradients, strict=True)}}
+
+
+def _supernets(count: int) -> tuple[list[nn.Module], Any]:
+    space = build_space("fullattention", {"channels": 16, "layers": 1})
+    torch.manual_seed(0)
+    supernet = space.supernet((3, 6, 5), 4).double()
+    return [copy.deepcopy(supernet) for _ in range(count)], space.layout()
+
+
+@pytest.mark.parametrize("summed", [True, False])
+def test_in_training_a_supernet_is_the_same_with_blocks_summed(summed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    (one, other), layout = _supernets(2)
+    x = torch.randn(2, 3, 6, 5, dtype=torch.float64).contiguous(memory_format=torch.channels_last)
+    plain = _searched(one, x, layout)
+    ran: list[int] = []
+    run = stack._run_summed
+    monkeypatch.setattr(stack, "_run_summed", lambda *given: ran.append(len(given[0])) or run(*given))  # type: ignore[func-returns-value]
+    monkeypatch.setattr(execution, "grouping_blocks_pays", lambda x: True)
+    monkeypatch.setattr(stack, "runs_triton", lambda x: summed)  # in float64 kernels run as their twins
+    found = _searched(other, x, layout)
+    assert ran == ([len(CANDIDATES)] * 5 if summed else [])
+    for name, expected in plain.items():
+        torch.testing.assert_close(found[name], expected, rtol=1e-7, atol=1e-9, msg=name)
+
+
+@pytest.mark.parametrize("mark", [pytest.param(None, marks=MARKS)])
+def test_by_kernels_a_supernet_is_as_near_to_float64_as_its_modules(
+    mark: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    (one, other, exact), layout = _supernets(3)
+    x = torch.randn(2, 3, 6, 5, dtype=torch.float64).contiguous(memory_format=torch.channels_last)
+    expected = _searched(exact, x, layout)
+    with modules_only():
+        plain = _searched(one.float().to(DEVICE), x.float().to(DEVICE), layout)
+    monkeypatch.setattr(execution, "grouping_blocks_pays", lambda x: True)
+    found = _searched(other.float().to(DEVICE), x.float().to(DEVICE), layout)
+    for name, wanted in expected.items():
+        size = float(wanted.norm()) + 1e-2
+        errors = [float((own[name].cpu().double() - wanted).norm()) / size for own in (found, plain)]
+        # Rounding decides about ReLUs near 0: modules in float32 are no nearer to float64.
+        assert errors[0] <= max(1e-3, 10 * errors[1]), f"{name}: {errors[0]:.2e}, modules {errors[1]:.2e}"

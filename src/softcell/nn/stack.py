@@ -17,6 +17,7 @@ itself differs between blocks. Everything before and after it runs for all block
     non-local attention                torch's own
     projection, expand                 two batched products, one norm
     shortcut                           once; where the width changes one convolution, one norm
+    weighted sum, average pool         in the last norm, so that a pool reads one map (`run_summed`)
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ from torch import Tensor, nn
 from softcell.kernels.backend import runs_triton
 from softcell.kernels.block_norm import normed
 from softcell.kernels.local import attend_together
-from softcell.kernels.mix import product
+from softcell.kernels.mix import product, stacked_sum
+from softcell.kernels.mixed_norm import mixed_norm
 from softcell.kernels.shared import shares_norms
 from softcell.nn.attention import Attention, AttentionBlock, LocalAttention, NonLocalAttention
 from softcell.nn.conv import ReLUConvBN
@@ -230,24 +232,54 @@ def run_blocks(modules: Iterable[nn.Module | None], x: Tensor) -> dict[int, Tens
     return found
 
 
-def run_alike(modules: Sequence[nn.Module | None], x: Tensor) -> Tensor | None:
-    """The stacked outputs [n, blocks, c', h', w'] of several blocks for x [n, c, h, w]; None unless all stack."""
+def run_summed(modules: Sequence[nn.Module | None], x: Tensor, weights: Callable[[], Tensor]) -> Tensor | None:
+    """The weighted sum [n, c', h', w'] of several blocks for x [n, c, h, w]; None unless all stack.
+
+    weights: called if they stack; returns one [blocks].
+    """
     groups = list(grouped(modules, block_key).values())
     if len(groups) != 1 or len(modules) < 2 or len(groups[0]) < len(modules):
         return None
-    return _run(list(groups[0].values()), x)
+    blocks = list(groups[0].values())
+    if _sums_in_norms(blocks, x):
+        return _run_summed(blocks, x, weights())
+    return stacked_sum(_run(blocks, x), weights())
+
+
+def _sums_in_norms(blocks: Sequence[AttentionBlock], x: Tensor) -> bool:
+    """Whether the last norms of blocks can add up what they return: by kernels, without scale and shift."""
+    norms = [norm for norm in blocks[0].modules() if isinstance(norm, nn.BatchNorm2d)]
+    return runs_triton(x) and not shares_norms() and all(norm.training and not norm.affine for norm in norms)
+
+
+def _run_summed(blocks: Sequence[AttentionBlock], x: Tensor, weights: Tensor) -> Tensor:
+    """Pools are linear, so they read the sum of the blocks instead of each of them."""
+    n, _, h, w = x.shape
+    pool, keeps = blocks[0].pool, isinstance(blocks[0].widen, nn.Identity)
+    z = _expanded(blocks, x).view(len(blocks), n, h, w, -1)
+    y = pool(_mixed(z, [block.expand for block in blocks], weights, shortcut=x if keeps else None))
+    if keeps:
+        return y  # type: ignore[no-any-return]
+    parts = [block.widen for block in blocks]
+    joined = _joined(parts, pool(x)).unflatten(1, (len(blocks), -1))  # type: ignore[no-untyped-call]
+    return y + _mixed(joined.permute(1, 0, 3, 4, 2), parts, weights)  # type: ignore[no-any-return]
+
+
+def _mixed(z: Tensor, parts: Sequence[nn.Module], weights: Tensor, shortcut: Tensor | None = None) -> Tensor:
+    """`mixed_norm` of z [blocks, n, h, w, c], by the norms of the parts."""
+    _, norms = zip(*(_conv_and_norm(part) for part in parts), strict=True)
+    y, mean, variance = mixed_norm(z, weights, norms[0].eps, shortcut=shortcut)
+    rows = z[0].numel() // z.shape[-1]
+    update_running_by_plane(list(enumerate(norms)), mean, variance, rows / max(rows - 1, 1))
+    return y
 
 
 def _run(blocks: Sequence[AttentionBlock], x: Tensor) -> Tensor:
-    first, count, attentions = blocks[0], len(blocks), [block.attention for block in blocks]
+    """The stacked outputs [n, blocks, c', h', w']."""
+    first, count = blocks[0], len(blocks)
     n, _, h, w = x.shape
-    y = _linears([block.reduce for block in blocks], x, relu=True)
-    rows = y.permute(0, 2, 3, 1).reshape(n * h * w, count, -1).transpose(0, 1).contiguous()  # [blocks, n·h·w, inner]
-    packed = product(rows, _stacked([(a.queries, a.keys, a.values) for a in attentions]).to(rows.dtype))
-    rows = _attended(attentions, packed.view(count, n, h, w, -1)).view(count, n * h * w, -1)
-    rows = torch.relu(product(rows, _stacked([(a.project,) for a in attentions]).to(rows.dtype)))
-    last, norms = zip(*(_conv_and_norm(block.expand) for block in blocks), strict=True)
-    rows = product(rows, _stacked([(conv,) for conv in last]).to(rows.dtype))
+    _, norms = zip(*(_conv_and_norm(block.expand) for block in blocks), strict=True)
+    rows = _expanded(blocks, x)
     y = _normed(rows.transpose(0, 1).reshape(n, h, w, -1).permute(0, 3, 1, 2), norms)
     small, y = first.pool(x), first.pool(y)
     if isinstance(first.widen, nn.Identity):
@@ -255,6 +287,19 @@ def _run(blocks: Sequence[AttentionBlock], x: Tensor) -> Tensor:
     else:
         outputs = (y + _linears([block.widen for block in blocks], small)).unflatten(1, (count, -1))
     return outputs
+
+
+def _expanded(blocks: Sequence[AttentionBlock], x: Tensor) -> Tensor:
+    """Everything up to the last convolution of each block, without its norm: [blocks, n·h·w, c']"""
+    count, attentions = len(blocks), [block.attention for block in blocks]
+    n, _, h, w = x.shape
+    y = _linears([block.reduce for block in blocks], x, relu=True)
+    rows = y.permute(0, 2, 3, 1).reshape(n * h * w, count, -1).transpose(0, 1).contiguous()  # [blocks, n·h·w, inner]
+    packed = product(rows, _stacked([(a.queries, a.keys, a.values) for a in attentions]).to(rows.dtype))
+    rows = _attended(attentions, packed.view(count, n, h, w, -1)).view(count, n * h * w, -1)
+    rows = torch.relu(product(rows, _stacked([(a.project,) for a in attentions]).to(rows.dtype)))
+    last = [_conv_and_norm(block.expand)[0] for block in blocks]
+    return product(rows, _stacked([(conv,) for conv in last]).to(rows.dtype))
 
 
 def _attended(attentions: Sequence[Attention], packed: Tensor) -> Tensor:
@@ -281,8 +326,13 @@ def _alone(attention: Attention, packed: Tensor, *embeddings: Tensor) -> Tensor:
 
 def _linears(parts: Sequence[nn.Module], x: Tensor, *, relu: bool = False) -> Tensor:
     """Convolutions of x [n, c, h, w] with their norms, concatenated: [n, parts · c', h, w]"""
-    convs, norms = zip(*(_conv_and_norm(part) for part in parts), strict=True)
-    return _normed(F.conv2d(x, torch.cat([conv.weight for conv in convs])), norms, relu=relu)
+    _, norms = zip(*(_conv_and_norm(part) for part in parts), strict=True)
+    return _normed(_joined(parts, x), norms, relu=relu)
+
+
+def _joined(parts: Sequence[nn.Module], x: Tensor) -> Tensor:
+    """Convolutions of x [n, c, h, w] without their norms, concatenated: [n, parts · c', h, w]"""
+    return F.conv2d(x, torch.cat([_conv_and_norm(part)[0].weight for part in parts]))
 
 
 def _normed(y: Tensor, norms: Sequence[nn.BatchNorm2d], *, relu: bool = False) -> Tensor:

@@ -10,6 +10,7 @@ drop-path drops what they add to it. A layer that changes them is never dropped,
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence, Set
 
@@ -23,7 +24,7 @@ from softcell.nn.calibrate import Calibration
 from softcell.nn.candidates import Spec
 from softcell.nn.fused_blocks import FusedBlocks
 from softcell.nn.norm import recomputed
-from softcell.nn.stack import run_alike, run_blocks
+from softcell.nn.stack import run_blocks, run_summed
 from softcell.nn.stochastic import DropPath
 from softcell.spaces._affine_cells import AffineCell, plan_affine
 from softcell.spaces._derived_plan import DerivedCell, plan_derived
@@ -384,10 +385,11 @@ class MixedChain(MixedCell):
         again = mix.recomputes(site, layer)
         execution = plan_layer(mix, site, layer, x)
         if execution is LayerExecution.STACKED:
-            alike = run_alike(modules, x)
-            if alike is not None:
-                assert isinstance(mix, WeightMix)
-                return self.combiner.sum_alike(alike, [(layer, k) for k in running], mix, site)
+            assert isinstance(mix, WeightMix)
+            entries = [(layer, k) for k in running]
+            value = run_summed(modules, x, functools.partial(self.combiner.weights_of, entries, mix, site))
+            if value is not None:
+                return value
         done = {} if execution is LayerExecution.MODULES else run_blocks(modules, x)
         outputs: list[Output] = []
         for k, module in zip(running, modules, strict=True):
