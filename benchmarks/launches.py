@@ -113,7 +113,8 @@ class _BlockNorm:
         self.backward = counter.as_kernel("block_norm_gradient", 3, self._backward)
 
     def _forward(self, z: Tensor, *more: Any) -> tuple[Tensor, Tensor]:
-        return torch.zeros_like(z), torch.zeros(3, z.shape[3])
+        parts = more[-1]
+        return z.new_zeros(parts, *z.shape[:3], z.shape[3] // parts), torch.zeros(3, z.shape[3])
 
     def _backward(self, z: Tensor, *more: Any) -> tuple[Tensor, Tensor]:
         return torch.zeros_like(z), torch.zeros(2, z.shape[3])

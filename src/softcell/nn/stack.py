@@ -279,8 +279,8 @@ def _run(blocks: Sequence[AttentionBlock], x: Tensor) -> Tensor:
     first, count = blocks[0], len(blocks)
     n, _, h, w = x.shape
     _, norms = zip(*(_conv_and_norm(block.expand) for block in blocks), strict=True)
-    rows = _expanded(blocks, x)
-    y = _normed(rows.transpose(0, 1).reshape(n, h, w, -1).permute(0, 3, 1, 2), norms)
+    y = _expanded(blocks, x).transpose(0, 1).reshape(n, h, w, -1).permute(0, 3, 1, 2)
+    y = _normed(y, norms) if _by_kernels(norms, y) else normalise(y, norms)
     small, y = first.pool(x), first.pool(y)
     if isinstance(first.widen, nn.Identity):
         outputs: Tensor = y.unflatten(1, (count, -1)) + small[:, None]
@@ -293,8 +293,7 @@ def _expanded(blocks: Sequence[AttentionBlock], x: Tensor) -> Tensor:
     """Everything up to the last convolution of each block, without its norm: [blocks, n·h·w, c']"""
     count, attentions = len(blocks), [block.attention for block in blocks]
     n, _, h, w = x.shape
-    y = _linears([block.reduce for block in blocks], x, relu=True)
-    rows = y.permute(0, 2, 3, 1).reshape(n * h * w, count, -1).transpose(0, 1).contiguous()  # [blocks, n·h·w, inner]
+    rows = _reduced([block.reduce for block in blocks], x).view(count, n * h * w, -1)
     packed = product(rows, _stacked([(a.queries, a.keys, a.values) for a in attentions]).to(rows.dtype))
     rows = _attended(attentions, packed.view(count, n, h, w, -1)).view(count, n * h * w, -1)
     rows = torch.relu(product(rows, _stacked([(a.project,) for a in attentions]).to(rows.dtype)))
@@ -324,10 +323,21 @@ def _alone(attention: Attention, packed: Tensor, *embeddings: Tensor) -> Tensor:
     return attention.attend(packed.permute(0, 3, 1, 2), *embeddings).permute(0, 2, 3, 1)
 
 
-def _linears(parts: Sequence[nn.Module], x: Tensor, *, relu: bool = False) -> Tensor:
+def _reduced(parts: Sequence[nn.Module], x: Tensor) -> Tensor:
+    """Convolutions of x [n, c, h, w] with their norms and ReLU: [parts, n, h, w, c'] without gaps."""
+    _, norms = zip(*(_conv_and_norm(part) for part in parts), strict=True)
+    y = _joined(parts, x)
+    if _by_kernels(norms, y):
+        return _normed(y, norms, relu=True, parts=len(parts))
+    y = torch.relu(normalise(y, norms))
+    return torch.stack(y.permute(0, 2, 3, 1).chunk(len(parts), 3))
+
+
+def _linears(parts: Sequence[nn.Module], x: Tensor) -> Tensor:
     """Convolutions of x [n, c, h, w] with their norms, concatenated: [n, parts · c', h, w]"""
     _, norms = zip(*(_conv_and_norm(part) for part in parts), strict=True)
-    return _normed(_joined(parts, x), norms, relu=relu)
+    y = _joined(parts, x)
+    return _normed(y, norms) if _by_kernels(norms, y) else normalise(y, norms)
 
 
 def _joined(parts: Sequence[nn.Module], x: Tensor) -> Tensor:
@@ -335,17 +345,19 @@ def _joined(parts: Sequence[nn.Module], x: Tensor) -> Tensor:
     return F.conv2d(x, torch.cat([_conv_and_norm(part)[0].weight for part in parts]))
 
 
-def _normed(y: Tensor, norms: Sequence[nn.BatchNorm2d], *, relu: bool = False) -> Tensor:
-    """`normalise`, then ReLU if asked; by kernels, running statistics are updated with those of all other norms."""
+def _by_kernels(norms: Sequence[nn.BatchNorm2d], y: Tensor) -> bool:
+    """Whether kernels normalise y [n, Σ c, h, w] by its batch."""
+    return norms[0].training and runs_triton(y) and not shares_norms()
+
+
+def _normed(y: Tensor, norms: Sequence[nn.BatchNorm2d], *, relu: bool = False, parts: int = 1) -> Tensor:
+    """`normed` by concatenated norms of one key; running statistics are updated with those of all other norms."""
     first = norms[0]
-    if not (first.training and runs_triton(y)) or shares_norms():
-        y = normalise(y, norms)
-        return torch.relu(y) if relu else y
     scale, shift = (
         torch.cat([norm.get_parameter(name) for norm in norms]) if first.affine else None for name in ("weight", "bias")
     )
-    y, mean, variance = normed(y, scale, shift, first.eps, relu=relu)
-    rows = y.numel() // y.shape[1]
+    y, mean, variance = normed(y, scale, shift, first.eps, relu=relu, parts=parts)
+    rows = y.numel() // mean.numel()
     planes = (mean.view(len(norms), -1), variance.view(len(norms), -1))
     update_running_by_plane(list(enumerate(norms)), *planes, rows / max(rows - 1, 1))
     return y
