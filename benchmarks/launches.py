@@ -94,12 +94,18 @@ class _Local:
         self._counter = counter
         self.forward = counter.as_kernel("local", 1, self._forward)
 
-    def _forward(self, packed: Tensor, lines: Tensor, kinds: local.Kinds) -> tuple[Tensor, Tensor]:
-        return packed.new_zeros(*packed.shape[:-1], packed.shape[-1] // 3), packed.new_zeros(1)
+    def _forward(
+        self, packed: Tensor, lines: Tensor, kinds: local.Kinds, out: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        y = packed.new_empty(*packed.shape[:-1], packed.shape[-1] // 3) if out is None else out
+        return y.zero_(), packed.new_zeros(1)
 
-    def backward(self, packed: Tensor, lines: Tensor, *rest: Any, positions: bool) -> tuple[Tensor, Tensor | None]:
+    def backward(
+        self, packed: Tensor, lines: Tensor, *rest: Any, positions: bool, out: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
         def run() -> tuple[Tensor, Tensor | None]:
-            return torch.zeros_like(packed), lines.new_zeros(2, *lines.shape) if positions else None
+            dpacked = torch.empty_like(packed) if out is None else out
+            return dpacked.zero_(), lines.new_zeros(2, *lines.shape) if positions else None
 
         # Queries with positions, keys with values.
         return self._counter.as_kernel("local_gradient", 2, run)()  # type: ignore[no-any-return]

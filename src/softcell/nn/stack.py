@@ -31,7 +31,7 @@ from torch import Tensor, nn
 
 from softcell.kernels.backend import runs_triton
 from softcell.kernels.block_norm import normed
-from softcell.kernels.local import attend_together
+from softcell.kernels.local import Room, attend_together, divided
 from softcell.kernels.mix import product, stacked_sum
 from softcell.kernels.mixed_norm import mixed_norm
 from softcell.kernels.shared import shares_norms
@@ -307,12 +307,13 @@ def _attended(attentions: Sequence[Attention], packed: Tensor) -> Tensor:
     every = [part for attention in attentions for part in attention.embeddings()]
     together = torch.cat([part.reshape(-1) for part in every]) if every else packed.new_empty(0)
     kinds = tuple((a.extent, a.heads) for a in attentions if isinstance(a, LocalAttention))
-    leading = all(isinstance(a, LocalAttention) for a in attentions[: len(kinds)])
+    leading = all(isinstance(a, LocalAttention) for a in attentions[: len(kinds)])  # the others are non-local
     if len(kinds) > 1 and leading and runs_triton(packed):
-        local, others = torch.split(packed, [len(kinds), len(attentions) - len(kinds)])
-        found = attend_together(local, together, kinds)
-        rest = [_alone(a, own) for a, own in zip(attentions[len(kinds) :], others, strict=True)]
-        return torch.cat([found, *(one[None] for one in rest)]) if rest else found
+        room = Room()
+        local, *parts = divided(packed, len(kinds), room)
+        others = [a for a in attentions if isinstance(a, NonLocalAttention)]
+        rest = [a.attend_rows(*parts[3 * i : 3 * i + 3]) for i, a in enumerate(others)]
+        return attend_together(local, together, kinds, rest, room)
     pieces = iter(torch.split(together, [part.numel() for part in every]))
     given = ([next(pieces).view(part.shape) for part in attention.embeddings()] for attention in attentions)
     return torch.stack([_alone(a, own, *parts) for a, own, parts in zip(attentions, packed, given, strict=True)])
