@@ -195,8 +195,12 @@ def test_in_training_a_supernet_is_the_same_with_blocks_summed(summed: bool, mon
     monkeypatch.setattr(stack, "_run_summed", lambda *given: ran.append(len(given[0])) or run(*given))  # type: ignore[func-returns-value]
     monkeypatch.setattr(execution, "grouping_blocks_pays", lambda x: True)
     monkeypatch.setattr(stack, "runs_triton", lambda x: summed)  # in float64 kernels run as their twins
+    converted, convert = [], stack.flat
+    monkeypatch.setattr(stack, "flat", lambda weights, dtype: converted.append(len(weights)) or convert(weights, dtype))  # type: ignore[func-returns-value]
     found = _searched(other, x, layout)
     assert ran == ([len(CANDIDATES)] * 5 if summed else [])
+    # Six convolutions per block, and one where the width changes.
+    assert converted == [len(CANDIDATES) * (5 * 6 + 2)], "weights of all layers are converted together"
     for name, expected in plain.items():
         torch.testing.assert_close(found[name], expected, rtol=1e-7, atol=1e-9, msg=name)
 

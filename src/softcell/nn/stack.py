@@ -22,8 +22,11 @@ itself differs between blocks. Everything before and after it runs for all block
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from types import MappingProxyType
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -232,18 +235,103 @@ def run_blocks(modules: Iterable[nn.Module | None], x: Tensor) -> dict[int, Tens
     return found
 
 
+def stackable(modules: Sequence[nn.Module | None]) -> list[AttentionBlock]:
+    """The modules if all are blocks that run together; otherwise nothing."""
+    groups = list(grouped(modules, block_key).values())
+    if len(groups) != 1 or len(modules) < 2 or len(groups[0]) < len(modules):
+        return []
+    return list(groups[0].values())
+
+
 def run_summed(modules: Sequence[nn.Module | None], x: Tensor, weights: Callable[[], Tensor]) -> Tensor | None:
     """The weighted sum [n, c', h', w'] of several blocks for x [n, c, h, w]; None unless all stack.
 
     weights: called if they stack; returns one [blocks].
     """
-    groups = list(grouped(modules, block_key).values())
-    if len(groups) != 1 or len(modules) < 2 or len(groups[0]) < len(modules):
+    blocks = stackable(modules)
+    if not blocks:
         return None
-    blocks = list(groups[0].values())
     if _sums_in_norms(blocks, x):
         return _run_summed(blocks, x, weights())
     return stacked_sum(_run(blocks, x), weights())
+
+
+class _Kernels(NamedTuple):
+    """Weights of the 1×1 convolutions of blocks that run together, in the precision of the step."""
+
+    reduce: Tensor
+    """[blocks · inner, c, 1, 1]"""
+    packed: Tensor
+    """Queries, keys and values: [blocks, inner, 3 · inner]"""
+    project: Tensor
+    """[blocks, inner, inner]"""
+    expand: Tensor
+    """[blocks, inner, c']"""
+    widen: Tensor | None
+    """[blocks · c', c, 1, 1]; None where the width stays."""
+
+
+_PREPARED: ContextVar[Mapping[tuple[int, ...], _Kernels]] = ContextVar("prepared_kernels", default=MappingProxyType({}))
+
+
+@contextmanager
+def weights_together(layers: Sequence[Sequence[AttentionBlock]], x: Tensor) -> Iterator[None]:
+    """Within this context the weights of all layers are concatenated and converted by two launches.
+
+    layers: blocks that run together, all different; x: any tensor of the pass. Their gradients are distributed by a few
+    launches, too.
+    """
+    if not layers:
+        yield
+        return
+    token = _PREPARED.set(_converted(layers, _compute_type(x)))
+    try:
+        yield
+    finally:
+        _PREPARED.reset(token)
+
+
+def _compute_type(x: Tensor) -> torch.dtype:
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+
+
+def _kernels_of(blocks: Sequence[AttentionBlock], x: Tensor) -> _Kernels:
+    key = tuple(map(id, blocks))
+    found = _PREPARED.get().get(key)
+    return _converted([blocks], _compute_type(x))[key] if found is None else found
+
+
+def _converted(layers: Sequence[Sequence[AttentionBlock]], dtype: torch.dtype) -> Mapping[tuple[int, ...], _Kernels]:
+    """The weights of each layer, by the ids of its blocks."""
+    groups = [group for blocks in layers for group in _groups(blocks)]
+    vector = flat([conv.weight for group in groups for conv in group], dtype)
+    parts = iter(torch.split(vector, [sum(conv.weight.numel() for conv in group) for group in groups]))
+    found = {}
+    for blocks in layers:
+        own = iter([(next(parts), group[0].in_channels) for group in _groups(blocks)])
+        reduce, c = next(own)
+        packed, project, expand = (
+            part.view(len(blocks), -1, c_in).transpose(1, 2) for part, c_in in (next(own) for _ in range(3))
+        )
+        widen = [part.view(-1, c_in, 1, 1) for part, c_in in own]
+        kernels = _Kernels(reduce.view(-1, c, 1, 1), packed, project, expand, widen[0] if widen else None)
+        found[tuple(map(id, blocks))] = kernels
+    return found
+
+
+def _groups(blocks: Sequence[AttentionBlock]) -> list[list[nn.Conv2d]]:
+    """The convolutions of each field of `_Kernels`."""
+    attentions = [block.attention for block in blocks]
+    found = [
+        [_conv_and_norm(block.reduce)[0] for block in blocks],
+        [conv for a in attentions for conv in (a.queries, a.keys, a.values)],
+        [a.project for a in attentions],
+        [_conv_and_norm(block.expand)[0] for block in blocks],
+    ]
+    if not isinstance(blocks[0].widen, nn.Identity):
+        found.append([_conv_and_norm(block.widen)[0] for block in blocks])
+    return found
 
 
 def _sums_in_norms(blocks: Sequence[AttentionBlock], x: Tensor) -> bool:
@@ -255,14 +343,14 @@ def _sums_in_norms(blocks: Sequence[AttentionBlock], x: Tensor) -> bool:
 def _run_summed(blocks: Sequence[AttentionBlock], x: Tensor, weights: Tensor) -> Tensor:
     """Pools are linear, so they read the sum of the blocks instead of each of them."""
     n, _, h, w = x.shape
-    pool, keeps = blocks[0].pool, isinstance(blocks[0].widen, nn.Identity)
-    z = _expanded(blocks, x).view(len(blocks), n, h, w, -1)
-    y = pool(_mixed(z, [block.expand for block in blocks], weights, shortcut=x if keeps else None))
-    if keeps:
+    kernels, pool = _kernels_of(blocks, x), blocks[0].pool
+    shortcut = x if kernels.widen is None else None
+    z = _expanded(blocks, x, kernels).view(len(blocks), n, h, w, -1)
+    y = pool(_mixed(z, [block.expand for block in blocks], weights, shortcut=shortcut))
+    if kernels.widen is None:
         return y  # type: ignore[no-any-return]
-    parts = [block.widen for block in blocks]
-    joined = _joined(parts, pool(x)).unflatten(1, (len(blocks), -1))  # type: ignore[no-untyped-call]
-    return y + _mixed(joined.permute(1, 0, 3, 4, 2), parts, weights)  # type: ignore[no-any-return]
+    joined = F.conv2d(pool(x), kernels.widen).unflatten(1, (len(blocks), -1))  # type: ignore[no-untyped-call]
+    return y + _mixed(joined.permute(1, 0, 3, 4, 2), [block.widen for block in blocks], weights)  # type: ignore[no-any-return]
 
 
 def _mixed(z: Tensor, parts: Sequence[nn.Module], weights: Tensor, shortcut: Tensor | None = None) -> Tensor:
@@ -276,29 +364,27 @@ def _mixed(z: Tensor, parts: Sequence[nn.Module], weights: Tensor, shortcut: Ten
 
 def _run(blocks: Sequence[AttentionBlock], x: Tensor) -> Tensor:
     """The stacked outputs [n, blocks, c', h', w']."""
-    first, count = blocks[0], len(blocks)
+    first, count, kernels = blocks[0], len(blocks), _kernels_of(blocks, x)
     n, _, h, w = x.shape
-    _, norms = zip(*(_conv_and_norm(block.expand) for block in blocks), strict=True)
-    y = _expanded(blocks, x).transpose(0, 1).reshape(n, h, w, -1).permute(0, 3, 1, 2)
-    y = _normed(y, norms) if _by_kernels(norms, y) else normalise(y, norms)
+    y = _expanded(blocks, x, kernels).transpose(0, 1).reshape(n, h, w, -1).permute(0, 3, 1, 2)
+    y = _normalised(y, [block.expand for block in blocks])
     small, y = first.pool(x), first.pool(y)
-    if isinstance(first.widen, nn.Identity):
+    if kernels.widen is None:
         outputs: Tensor = y.unflatten(1, (count, -1)) + small[:, None]
     else:
-        outputs = (y + _linears([block.widen for block in blocks], small)).unflatten(1, (count, -1))
+        small = _normalised(F.conv2d(small, kernels.widen), [block.widen for block in blocks])
+        outputs = (y + small).unflatten(1, (count, -1))
     return outputs
 
 
-def _expanded(blocks: Sequence[AttentionBlock], x: Tensor) -> Tensor:
+def _expanded(blocks: Sequence[AttentionBlock], x: Tensor, kernels: _Kernels) -> Tensor:
     """Everything up to the last convolution of each block, without its norm: [blocks, n·h·w, c']"""
-    count, attentions = len(blocks), [block.attention for block in blocks]
-    n, _, h, w = x.shape
-    rows = _reduced([block.reduce for block in blocks], x).view(count, n * h * w, -1)
-    packed = product(rows, _stacked([(a.queries, a.keys, a.values) for a in attentions]).to(rows.dtype))
-    rows = _attended(attentions, packed.view(count, n, h, w, -1)).view(count, n * h * w, -1)
-    rows = torch.relu(product(rows, _stacked([(a.project,) for a in attentions]).to(rows.dtype)))
-    last = [_conv_and_norm(block.expand)[0] for block in blocks]
-    return product(rows, _stacked([(conv,) for conv in last]).to(rows.dtype))
+    count, (n, _, h, w) = len(blocks), x.shape
+    rows = _reduced(F.conv2d(x, kernels.reduce), [block.reduce for block in blocks]).view(count, n * h * w, -1)
+    packed = product(rows, kernels.packed.to(rows.dtype))
+    rows = _attended([block.attention for block in blocks], packed.view(count, n, h, w, -1)).view(rows.shape)
+    rows = torch.relu(product(rows, kernels.project.to(rows.dtype)))
+    return product(rows, kernels.expand.to(rows.dtype))
 
 
 def _attended(attentions: Sequence[Attention], packed: Tensor) -> Tensor:
@@ -324,26 +410,19 @@ def _alone(attention: Attention, packed: Tensor, *embeddings: Tensor) -> Tensor:
     return attention.attend(packed.permute(0, 3, 1, 2), *embeddings).permute(0, 2, 3, 1)
 
 
-def _reduced(parts: Sequence[nn.Module], x: Tensor) -> Tensor:
-    """Convolutions of x [n, c, h, w] with their norms and ReLU: [parts, n, h, w, c'] without gaps."""
+def _reduced(y: Tensor, parts: Sequence[nn.Module]) -> Tensor:
+    """y [n, parts · c, h, w] by the norms of the parts, and ReLU: [parts, n, h, w, c] without gaps."""
     _, norms = zip(*(_conv_and_norm(part) for part in parts), strict=True)
-    y = _joined(parts, x)
     if _by_kernels(norms, y):
         return _normed(y, norms, relu=True, parts=len(parts))
     y = torch.relu(normalise(y, norms))
     return torch.stack(y.permute(0, 2, 3, 1).chunk(len(parts), 3))
 
 
-def _linears(parts: Sequence[nn.Module], x: Tensor) -> Tensor:
-    """Convolutions of x [n, c, h, w] with their norms, concatenated: [n, parts · c', h, w]"""
+def _normalised(y: Tensor, parts: Sequence[nn.Module]) -> Tensor:
+    """y [n, parts · c, h, w] by the norms of the parts."""
     _, norms = zip(*(_conv_and_norm(part) for part in parts), strict=True)
-    y = _joined(parts, x)
     return _normed(y, norms) if _by_kernels(norms, y) else normalise(y, norms)
-
-
-def _joined(parts: Sequence[nn.Module], x: Tensor) -> Tensor:
-    """Convolutions of x [n, c, h, w] without their norms, concatenated: [n, parts · c', h, w]"""
-    return F.conv2d(x, torch.cat([_conv_and_norm(part)[0].weight for part in parts]))
 
 
 def _by_kernels(norms: Sequence[nn.BatchNorm2d], y: Tensor) -> bool:
@@ -362,9 +441,3 @@ def _normed(y: Tensor, norms: Sequence[nn.BatchNorm2d], *, relu: bool = False, p
     planes = (mean.view(len(norms), -1), variance.view(len(norms), -1))
     update_running_by_plane(list(enumerate(norms)), *planes, rows / max(rows - 1, 1))
     return y
-
-
-def _stacked(convs: Sequence[tuple[nn.Conv2d, ...]]) -> Tensor:
-    """Weights of 1×1 convolutions, concatenated per block: [blocks, c_in, Σ c_out], by one copy."""
-    flat = torch.cat([conv.weight for own in convs for conv in own])
-    return flat.view(len(convs), -1, flat.shape[1]).transpose(1, 2)
