@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from softcell.arch import WeightMix
+from softcell.kernels.local import in_lines
 from softcell.nn import stack
 from softcell.nn.attention import AttentionBlock, LocalAttention
 from softcell.nn.candidates import Spec, get_candidate
@@ -83,8 +84,8 @@ def test_by_kernels_blocks_match_those_in_float64(
     single = [module.float().to(DEVICE) for module in made(spec, names)]
     x = torch.randn(2, 16, 5, 6, dtype=torch.float64).contiguous(memory_format=torch.channels_last)
     launched: list[int] = []
-    run = stack.attend_together
-    monkeypatch.setattr(stack, "attend_together", lambda *given: launched.append(len(given[2])) or run(*given))  # type: ignore[func-returns-value]
+    run = stack.attend_by_lines
+    monkeypatch.setattr(stack, "attend_by_lines", lambda *given: launched.append(len(given[2])) or run(*given))  # type: ignore[func-returns-value]
     outputs = []
     for modules, images in ((single, x.float().to(DEVICE)), (exact, x)):
         found = run_blocks(modules, images.requires_grad_())
@@ -222,3 +223,20 @@ def test_by_kernels_a_supernet_is_as_near_to_float64_as_its_modules(
         errors = [float((own[name].cpu().double() - wanted).norm()) / size for own in (found, plain)]
         # Rounding decides about ReLUs near 0: modules in float32 are no nearer to float64.
         assert errors[0] <= max(1e-3, 10 * errors[1]), f"{name}: {errors[0]:.2e}, modules {errors[1]:.2e}"
+
+
+def test_embeddings_of_several_layers_are_laid_out_together() -> None:
+    layers = ((((3, 4), (5, 2)), 8), (((7, 4), (3, 1)), 12))
+    sizes = [sum(2 * c * extent for extent, _ in kinds) for kinds, c in layers]
+    vector = torch.randn(sum(sizes), dtype=torch.float64, requires_grad=True)
+    found = in_lines(vector, layers)
+    for lines, part, (kinds, c) in zip(found, torch.split(vector, sizes), layers, strict=True):
+        expected = []
+        for own, (extent, heads) in zip(part.split([2 * c * k for k, _ in kinds]), kinds, strict=True):
+            expected += [one.permute(2, 0, 1).flatten(1) for one in own.view(2, heads, -1, extent)]
+        assert torch.equal(lines, torch.cat(expected))
+        assert lines.shape[1] == c
+    pulls = [torch.randn_like(lines) for lines in found]
+    (gradient,) = torch.autograd.grad(found, vector, pulls)
+    again = in_lines(gradient, layers)  # the gradient is in the order of the vector
+    assert all(torch.equal(a, b) for a, b in zip(again, pulls, strict=True))

@@ -152,6 +152,8 @@ class _Fused(torch.autograd.Function):
 
 Kinds = tuple[tuple[int, int], ...]
 """The extent and the heads of each of several attentions."""
+Layers = tuple[tuple[Kinds, int], ...]
+"""Attentions of several layers, and the channels c of each layer."""
 
 
 @dataclass(slots=True)
@@ -205,8 +207,47 @@ def attend_together(
     """
     if not runs_triton(packed):
         return attend_together_reference(packed, embeddings, kinds, others)
-    result: Tensor = _Together.apply(packed, embeddings, kinds, room, *others)  # type: ignore[no-untyped-call]
+    (lines,) = in_lines(embeddings, ((kinds, packed.shape[-1] // 3),))
+    return attend_by_lines(packed, lines, kinds, others, room)
+
+
+def attend_by_lines(
+    packed: Tensor, lines: Tensor, kinds: Kinds, others: Sequence[Tensor] = (), room: Room | None = None
+) -> Tensor:
+    """`attend_together` with the embeddings that `in_lines` returns."""
+    if not runs_triton(packed):
+        return attend_together_reference(packed, _in_vector(lines, kinds), kinds, others)
+    result: Tensor = _Together.apply(packed, lines, kinds, room, *others)  # type: ignore[no-untyped-call]
     return result
+
+
+def in_lines(embeddings: Tensor, layers: Layers) -> tuple[Tensor, ...]:
+    """Embeddings of several layers as kernels read them, in float32 or wider: of each [Σ 2 · extent, c].
+
+    embeddings: those of `attend_together` of each layer, one after the other.
+    """
+    result: tuple[Tensor, ...] = _Lines.apply(embeddings, layers)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _Lines(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, embeddings: Tensor, layers: Layers) -> tuple[Tensor, ...]:
+        ctx.layers, ctx.dtype = layers, embeddings.dtype
+        exact = embeddings.to(torch.promote_types(embeddings.dtype, torch.float32))
+        lines = exact.index_select(0, table((_orders(layers)[0],), embeddings.device)[0])
+        sizes = [sum(2 * c * extent for extent, _ in kinds) for kinds, c in layers]
+        return tuple(own.view(-1, c) for own, (_, c) in zip(torch.split(lines, sizes), layers, strict=True))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        flat = torch.cat([own.reshape(-1) for own in gradients])
+        return flat.index_select(0, table((_orders(ctx.layers)[1],), flat.device)[0]).to(ctx.dtype), None
+
+
+def _in_vector(lines: Tensor, kinds: Kinds) -> Tensor:
+    """The reverse of `in_lines`."""
+    return lines.reshape(-1).index_select(0, table((_order(kinds, lines.shape[1])[1],), lines.device)[0])
 
 
 def attend_together_reference(
@@ -224,35 +265,31 @@ def attend_together_reference(
 
 class _Together(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, packed: Tensor, embeddings: Tensor, kinds: Kinds, room: Room | None, *others: Tensor
-    ) -> Tensor:
+    def forward(ctx: Any, packed: Tensor, lines: Tensor, kinds: Kinds, room: Room | None, *others: Tensor) -> Tensor:
         ctx.kinds, ctx.room, ctx.others = kinds, room, len(others)
         count, c = len(packed), packed.shape[-1] // 3
         packed = packed.contiguous()
-        to_lines = table((_order(kinds, c)[0],), packed.device)[0]
-        lines = embeddings.float().index_select(0, to_lines).view(-1, c)
         every = packed.new_empty(count + len(others), *packed.shape[1:-1], c)
         _, lse = triton_kernels("local").forward(packed, lines, kinds, out=every[:count])
         for place, other in zip(every[count:].unbind(), others, strict=True):
             place.copy_(other)
-        ctx.save_for_backward(packed, embeddings, every, lse, lines)
+        ctx.save_for_backward(packed, lines, every, lse)
         return every
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        packed, embeddings, every, lse, lines = ctx.saved_tensors
+        packed, lines, every, lse = ctx.saved_tensors
         count = len(packed)
         rest = grad[count:].unbind()
         if torch.is_grad_enabled():
 
             def twin(*own: Tensor | None) -> list[Tensor]:
-                own_packed, own_embeddings = own
-                assert own_packed is not None and own_embeddings is not None
-                return [attend_together_reference(own_packed, own_embeddings, ctx.kinds)]
+                own_packed, own_lines = own
+                assert own_packed is not None and own_lines is not None
+                return [attend_together_reference(own_packed, _in_vector(own_lines, ctx.kinds), ctx.kinds)]
 
-            dpacked, dembeddings = by_twin(twin, (packed, embeddings), [grad[:count]])
-            return dpacked, dembeddings, None, None, *rest
+            dpacked, dlines = by_twin(twin, (packed, lines), [grad[:count]])
+            return dpacked, dlines, None, None, *rest
         wanted = is_wanted(ctx, 1)
         whole = packed.new_empty(count + ctx.others, *packed.shape[1:])
         if ctx.room is not None:
@@ -260,11 +297,18 @@ class _Together(torch.autograd.Function):
         dy = grad[:count].to(packed.dtype).contiguous()
         given = (packed, lines, every[:count], lse, dy, ctx.kinds)
         out, partial = triton_kernels("local").backward(*given, positions=wanted, out=whole[:count])
-        if not wanted:
-            return out, None, None, None, *rest
-        to_vector = table((_order(ctx.kinds, lines.shape[1])[1],), packed.device)[0]
-        dembeddings = partial.sum(0).view(-1).index_select(0, to_vector).to(embeddings.dtype)
-        return out, dembeddings, None, None, *rest
+        return out, partial.sum(0) if wanted else None, None, None, *rest
+
+
+@functools.cache
+def _orders(layers: Layers) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """`_order` of several layers, one after the other."""
+    found: tuple[list[int], list[int]] = ([], [])
+    for kinds, c in layers:
+        start = len(found[0])
+        for places, own in zip(found, _order(kinds, c), strict=True):
+            places += [start + place for place in own]
+    return tuple(found[0]), tuple(found[1])
 
 
 @functools.cache

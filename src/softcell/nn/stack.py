@@ -13,7 +13,7 @@ itself differs between blocks. Everything before and after it runs for all block
 
     reduce                             one convolution, one norm
     queries, keys, values              one batched product of rows [n·h·w, inner]
-    local attention                    one kernel forward and two backward (`kernels.local.attend_together`)
+    local attention                    one kernel forward and two backward (`kernels.local.attend_by_lines`)
     non-local attention                torch's own
     projection, expand                 two batched products, one norm
     shortcut                           once; where the width changes one convolution, one norm
@@ -34,7 +34,7 @@ from torch import Tensor, nn
 
 from softcell.kernels.backend import runs_triton
 from softcell.kernels.block_norm import normed
-from softcell.kernels.local import Room, attend_together, divided
+from softcell.kernels.local import Kinds, Room, attend_by_lines, divided, in_lines
 from softcell.kernels.mix import product, stacked_sum
 from softcell.kernels.mixed_norm import mixed_norm
 from softcell.kernels.shared import shares_norms
@@ -269,6 +269,8 @@ class _Kernels(NamedTuple):
     """[blocks, inner, c']"""
     widen: Tensor | None
     """[blocks · c', c, 1, 1]; None where the width stays."""
+    lines: Tensor | None
+    """Embeddings of local attention as kernels read them (`kernels.local.in_lines`); None without kernels."""
 
 
 _PREPARED: ContextVar[Mapping[tuple[int, ...], _Kernels]] = ContextVar("prepared_kernels", default=MappingProxyType({}))
@@ -276,7 +278,7 @@ _PREPARED: ContextVar[Mapping[tuple[int, ...], _Kernels]] = ContextVar("prepared
 
 @contextmanager
 def weights_together(layers: Sequence[Sequence[AttentionBlock]], x: Tensor) -> Iterator[None]:
-    """Within this context the weights of all layers are concatenated and converted by two launches.
+    """Within this context the weights of all layers are concatenated and converted by two launches, embeddings by two.
 
     layers: blocks that run together, all different; x: any tensor of the pass. Their gradients are distributed by a few
     launches, too.
@@ -284,7 +286,7 @@ def weights_together(layers: Sequence[Sequence[AttentionBlock]], x: Tensor) -> I
     if not layers:
         yield
         return
-    token = _PREPARED.set(_converted(layers, _compute_type(x)))
+    token = _PREPARED.set(_converted(layers, x))
     try:
         yield
     finally:
@@ -299,25 +301,43 @@ def _compute_type(x: Tensor) -> torch.dtype:
 def _kernels_of(blocks: Sequence[AttentionBlock], x: Tensor) -> _Kernels:
     key = tuple(map(id, blocks))
     found = _PREPARED.get().get(key)
-    return _converted([blocks], _compute_type(x))[key] if found is None else found
+    return _converted([blocks], x)[key] if found is None else found
 
 
-def _converted(layers: Sequence[Sequence[AttentionBlock]], dtype: torch.dtype) -> Mapping[tuple[int, ...], _Kernels]:
+def _converted(layers: Sequence[Sequence[AttentionBlock]], x: Tensor) -> Mapping[tuple[int, ...], _Kernels]:
     """The weights of each layer, by the ids of its blocks."""
     groups = [group for blocks in layers for group in _groups(blocks)]
-    vector = flat([conv.weight for group in groups for conv in group], dtype)
+    vector = flat([conv.weight for group in groups for conv in group], _compute_type(x))
     parts = iter(torch.split(vector, [sum(conv.weight.numel() for conv in group) for group in groups]))
-    found = {}
-    for blocks in layers:
+    found, lines = {}, _lines(layers, x)
+    for number, blocks in enumerate(layers):
         own = iter([(next(parts), group[0].in_channels) for group in _groups(blocks)])
         reduce, c = next(own)
         packed, project, expand = (
             part.view(len(blocks), -1, c_in).transpose(1, 2) for part, c_in in (next(own) for _ in range(3))
         )
         widen = [part.view(-1, c_in, 1, 1) for part, c_in in own]
-        kernels = _Kernels(reduce.view(-1, c, 1, 1), packed, project, expand, widen[0] if widen else None)
-        found[tuple(map(id, blocks))] = kernels
+        given = (packed, project, expand, widen[0] if widen else None, lines.get(number))
+        found[tuple(map(id, blocks))] = _Kernels(reduce.view(-1, c, 1, 1), *given)
     return found
+
+
+def _lines(layers: Sequence[Sequence[AttentionBlock]], x: Tensor) -> dict[int, Tensor]:
+    """Embeddings of the layers whose local attentions run together, by number."""
+    attentions = [[block.attention for block in blocks] for blocks in layers]
+    if not runs_triton(x):
+        return {}
+    numbers = [number for number, own in enumerate(attentions) if _kinds(own)]
+    every = [part.reshape(-1) for number in numbers for a in attentions[number] for part in a.embeddings()]
+    sizes = tuple((_kinds(attentions[number]), attentions[number][0].width) for number in numbers)
+    return dict(zip(numbers, in_lines(torch.cat(every), sizes), strict=True)) if every else {}
+
+
+def _kinds(attentions: Sequence[Attention]) -> Kinds:
+    """Of the local attentions that run together, all before the others; none if they are not the first."""
+    kinds = tuple((a.extent, a.heads) for a in attentions if isinstance(a, LocalAttention))
+    leading = all(isinstance(a, LocalAttention) for a in attentions[: len(kinds)])  # the others are non-local
+    return kinds if len(kinds) > 1 and leading else ()
 
 
 def _groups(blocks: Sequence[AttentionBlock]) -> list[list[nn.Conv2d]]:
@@ -382,24 +402,23 @@ def _expanded(blocks: Sequence[AttentionBlock], x: Tensor, kernels: _Kernels) ->
     count, (n, _, h, w) = len(blocks), x.shape
     rows = _reduced(F.conv2d(x, kernels.reduce), [block.reduce for block in blocks]).view(count, n * h * w, -1)
     packed = product(rows, kernels.packed.to(rows.dtype))
-    rows = _attended([block.attention for block in blocks], packed.view(count, n, h, w, -1)).view(rows.shape)
+    attentions = [block.attention for block in blocks]
+    rows = _attended(attentions, packed.view(count, n, h, w, -1), kernels.lines).view(rows.shape)
     rows = torch.relu(product(rows, kernels.project.to(rows.dtype)))
     return product(rows, kernels.expand.to(rows.dtype))
 
 
-def _attended(attentions: Sequence[Attention], packed: Tensor) -> Tensor:
+def _attended(attentions: Sequence[Attention], packed: Tensor, lines: Tensor | None) -> Tensor:
     """Each attention of its part of packed [blocks, n, h, w, 3·inner]: [blocks, n, h, w, inner]"""
-    # Embeddings are one copy: a backward pass skips tensors that are no leaves and not needed.
-    every = [part for attention in attentions for part in attention.embeddings()]
-    together = torch.cat([part.reshape(-1) for part in every]) if every else packed.new_empty(0)
-    kinds = tuple((a.extent, a.heads) for a in attentions if isinstance(a, LocalAttention))
-    leading = all(isinstance(a, LocalAttention) for a in attentions[: len(kinds)])  # the others are non-local
-    if len(kinds) > 1 and leading and runs_triton(packed):
-        room = Room()
+    if lines is not None:
+        kinds, room = _kinds(attentions), Room()
         local, *parts = divided(packed, len(kinds), room)
         others = [a for a in attentions if isinstance(a, NonLocalAttention)]
         rest = [a.attend_rows(*parts[3 * i : 3 * i + 3]) for i, a in enumerate(others)]
-        return attend_together(local, together, kinds, rest, room)
+        return attend_by_lines(local, lines, kinds, rest, room)
+    # Embeddings are one copy: a backward pass skips tensors that are no leaves and not needed.
+    every = [part for attention in attentions for part in attention.embeddings()]
+    together = torch.cat([part.reshape(-1) for part in every]) if every else packed.new_empty(0)
     pieces = iter(torch.split(together, [part.numel() for part in every]))
     given = ([next(pieces).view(part.shape) for part in attention.embeddings()] for attention in attentions)
     return torch.stack([_alone(a, own, *parts) for a, own, parts in zip(attentions, packed, given, strict=True)])
