@@ -21,9 +21,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.steps import Case, batch, step, step_state
 from benchmarks.traffic import is_view
-from softcell.kernels import block_norm, calibrate, indicator, library_conv, local, mix
+from softcell.kernels import block_norm, calibrate, indicator, library_conv, local, mix, mixed_norm, window_mean
 from softcell.kernels import cell as kernels
-from softcell.nn import attention
+from softcell.nn import attention, conv
 from softcell.nn import calibrate as calibrations
 from softcell.nn import stack as stacked
 from softcell.spaces import _executors, _fused_cell, block, execution
@@ -96,12 +96,18 @@ class _Local:
         self._counter = counter
         self.forward = counter.as_kernel("local", 1, self._forward)
 
-    def _forward(self, packed: Tensor, lines: Tensor, kinds: local.Kinds) -> tuple[Tensor, Tensor]:
-        return packed.new_zeros(*packed.shape[:-1], packed.shape[-1] // 3), packed.new_zeros(1)
+    def _forward(
+        self, packed: Tensor, lines: Tensor, kinds: local.Kinds, out: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        y = packed.new_empty(*packed.shape[:-1], packed.shape[-1] // 3) if out is None else out
+        return y.zero_(), packed.new_zeros(1)
 
-    def backward(self, packed: Tensor, lines: Tensor, *rest: Any, positions: bool) -> tuple[Tensor, Tensor | None]:
+    def backward(
+        self, packed: Tensor, lines: Tensor, *rest: Any, positions: bool, out: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
         def run() -> tuple[Tensor, Tensor | None]:
-            return torch.zeros_like(packed), lines.new_zeros(2, *lines.shape) if positions else None
+            dpacked = torch.empty_like(packed) if out is None else out
+            return dpacked.zero_(), lines.new_zeros(2, *lines.shape) if positions else None
 
         # Queries with positions, keys with values.
         return self._counter.as_kernel("local_gradient", 2, run)()  # type: ignore[no-any-return]
@@ -115,10 +121,49 @@ class _BlockNorm:
         self.backward = counter.as_kernel("block_norm_gradient", 3, self._backward)
 
     def _forward(self, z: Tensor, *more: Any) -> tuple[Tensor, Tensor]:
-        return torch.zeros_like(z), torch.zeros(3, z.shape[3])
+        parts = more[-1]
+        return z.new_zeros(parts, *z.shape[:3], z.shape[3] // parts), torch.zeros(3, z.shape[3])
 
     def _backward(self, z: Tensor, *more: Any) -> tuple[Tensor, Tensor]:
         return torch.zeros_like(z), torch.zeros(2, z.shape[3])
+
+
+class _MixedNorm:
+    """Stand-in for the kernels of weighted sums of norms: counts their launches and returns zeros."""
+
+    def __init__(self, counter: _Counter) -> None:
+        self.forward = counter.as_kernel("mixed_norm", 3, self._forward)
+        self._of_sums = counter.as_kernel("mixed_norm_gradient", 3, self._backward)
+        self._of_shortcut = counter.as_kernel("mixed_norm_gradient", 1, self._backward)
+
+    def _forward(self, z: Tensor, *more: Any) -> tuple[Tensor, Tensor]:
+        return z.new_zeros(z.shape[1:]), torch.zeros(3, len(z), z.shape[-1])
+
+    def backward(self, *given: Any) -> tuple[Tensor | None, ...]:
+        return (self._of_sums if given[-3] or given[-2] else self._of_shortcut)(*given)  # type: ignore[no-any-return]
+
+    def _backward(self, z: Tensor, *given: Any) -> tuple[Tensor | None, ...]:
+        maps, weights, shortcut = given[-3:]
+        return (
+            torch.zeros_like(z) if maps else None,
+            torch.zeros(len(z)) if weights else None,
+            z.new_zeros(z.shape[1:]) if shortcut else None,
+        )
+
+
+class _WindowMean:
+    """Stand-in for the kernels of average pools: counts their launches and returns zeros."""
+
+    def __init__(self, counter: _Counter) -> None:
+        self.forward = counter.as_kernel("window_mean", 1, self._forward)
+        self.backward = counter.as_kernel("window_mean_gradient", 1, self._backward)
+
+    def _forward(self, x: Tensor, stride: int) -> Tensor:
+        n, height, width, c = x.shape
+        return x.new_zeros(n, -(-height // stride), -(-width // stride), c)
+
+    def _backward(self, dy: Tensor, height: int, width: int, stride: int) -> Tensor:
+        return dy.new_zeros(dy.shape[0], height, width, dy.shape[3])
 
 
 class _Indicator:
@@ -222,10 +267,12 @@ def as_on_a_gpu(counter: _Counter, *, together: bool) -> Iterator[None]:
                 stack.enter_context(patch.object(module, name, counter.as_kernel(name, count, getattr(module, name))))
         stack.enter_context(patch.object(execution, "kernels_serve", lambda x: True))
         stack.enter_context(patch.object(execution, "grouping_blocks_pays", lambda x: together))
-        for module in (attention, block_norm, local, stacked):
+        for module in (attention, block_norm, conv, local, mixed_norm, stacked, window_mean):
             stack.enter_context(patch.object(module, "runs_triton", lambda x: True))
         stack.enter_context(patch.object(block_norm, "triton_kernels", lambda family: _BlockNorm(counter)))
+        stack.enter_context(patch.object(mixed_norm, "triton_kernels", lambda family: _MixedNorm(counter)))
         stack.enter_context(patch.object(local, "triton_kernels", lambda family: _Local(counter)))
+        stack.enter_context(patch.object(window_mean, "triton_kernels", lambda family: _WindowMean(counter)))
         stack.enter_context(patch.object(indicator, "fits", lambda x, form: True))
         stack.enter_context(patch.object(indicator, "triton_kernels", lambda family: _Indicator(counter)))
         for module in (calibrate, calibrations):

@@ -14,9 +14,20 @@ from torch import Tensor
 import softcell.kernels
 from softcell.data import batches
 from softcell.engine import metrics
-from softcell.kernels import block_norm, calibrate, indicator, library_conv, local, norm, pool, taps
+from softcell.kernels import (
+    block_norm,
+    calibrate,
+    indicator,
+    library_conv,
+    local,
+    mixed_norm,
+    norm,
+    pool,
+    taps,
+    window_mean,
+)
 from softcell.kernels.warm_up import Target
-from softcell.nn import attention, stack
+from softcell.nn import attention, conv, stack
 from softcell.spaces import execution
 from softcell.spaces.execution import is_modules_only
 
@@ -46,8 +57,8 @@ def take_for_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     for kernel in all_kernels():  # without what earlier tests have compiled
         monkeypatch.setattr(kernel, "device_caches", defaultdict(kernel.create_binder))
     monkeypatch.setattr(execution, "kernels_serve", lambda x: bool(x.numel()) and not is_modules_only())
-    fused = (attention, block_norm, calibrate, indicator, library_conv, local, norm, pool, stack, taps)
-    for module in (*fused, batches, metrics):
+    kernels = (block_norm, calibrate, indicator, library_conv, local, mixed_norm, norm, pool, taps, window_mean)
+    for module in (*kernels, attention, conv, stack, batches, metrics):
         monkeypatch.setattr(module, "runs_triton", _runs_triton)
 
 

@@ -117,7 +117,7 @@ def run_checked(kind: str, out: str, settings: Settings, options: Settings, wher
         FusedCell.__call__ = counted  # type: ignore[method-assign]
         DerivedPass.run = counted_derived  # type: ignore[method-assign]
         _derived_plan.derived_cell = derived_cell_reference
-        run_blocks, run_alike = cells.run_blocks, cells.run_alike
+        run_blocks, run_summed = cells.run_blocks, cells.run_summed
 
         def counted_blocks(*arguments: Any) -> Any:
             nonlocal fused
@@ -125,13 +125,13 @@ def run_checked(kind: str, out: str, settings: Settings, options: Settings, wher
             fused += len(found)
             return found
 
-        def counted_alike(*arguments: Any) -> Any:
+        def counted_sum(*arguments: Any) -> Any:
             nonlocal fused
-            found = run_alike(*arguments)
+            found = run_summed(*arguments)
             fused += found is not None
             return found
 
-        cells.run_blocks, cells.run_alike = counted_blocks, counted_alike
+        cells.run_blocks, cells.run_summed = counted_blocks, counted_sum
         execution.grouping_blocks_pays = lambda x: True
         execution.kernels_serve = lambda x: x.numel() > 0 and not execution.is_modules_only()
 

@@ -114,6 +114,32 @@ def test_the_kernels_equal_their_twin_in_float64(
 
 
 @pytest.mark.parametrize("mark", [pytest.param(None, marks=MARKS)])
+@pytest.mark.parametrize(("parts", "shape"), [(2, (3, 6, 5, 7)), (7, (2, 56, 3, 4)), (3, (2, 48, 9, 16))])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
+def test_channels_in_several_parts(
+    parts: int, shape: tuple[int, int, int, int], dtype: torch.dtype, tolerance: float, mark: None
+) -> None:
+    given = inputs("relu", shape, dtype, DEVICE)
+
+    def found(own: list[Tensor | None], *, twin: bool = False) -> list[Tensor]:
+        z, weight, bias, _, _, grad = own
+        assert z is not None and weight is not None and bias is not None and grad is not None
+        run = block_norm.normed_reference if twin else block_norm.normed
+        y, *_ = run(z, weight, bias, 1e-5, relu=True, parts=parts)
+        pull = grad.unflatten(1, (parts, -1)).permute(1, 0, 3, 4, 2)  # type: ignore[no-untyped-call]
+        return [y.detach(), *torch.autograd.grad(y, (z, weight, bias), pull)]
+
+    whole = outcomes("relu", given)
+    mine = found(given)
+    assert mine[0].is_contiguous() and mine[1].is_contiguous(memory_format=torch.channels_last)
+    assert torch.equal(mine[0].permute(1, 0, 4, 2, 3).flatten(1, 2), whole[0])
+    for a, b in zip(mine[1:], whole[3:], strict=True):
+        assert torch.equal(a, b)
+    for a, b in zip(mine, found(exactly(given), twin=True), strict=True):
+        assert float((a.double().cpu() - b).norm()) <= tolerance * float(b.norm())
+
+
+@pytest.mark.parametrize("mark", [pytest.param(None, marks=MARKS)])
 def test_tiles_are_merged_in_several_rounds(mark: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(block_norm.triton_kernels("block_norm"), "TILE", 16)
     monkeypatch.setattr(block_norm.triton_kernels("block_norm"), "MERGED", 4)

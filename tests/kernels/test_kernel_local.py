@@ -134,3 +134,60 @@ def test_attentions_together_equal_separate_ones(
     for own, part, one, (extent, heads) in zip(packed, parts, found[0], kinds, strict=True):
         alone = local.attend_packed(own.detach().permute(0, 3, 1, 2), *part.view(2, heads, -1, extent))
         assert float((one.detach().permute(0, 3, 1, 2) - alone).norm()) <= tolerance * float(alone.norm())
+
+
+@pytest.mark.parametrize("used", [True, False], ids=["in the room", "elsewhere"])
+@pytest.mark.parametrize("others", [0, 1, 2])
+def test_results_and_gradients_of_other_attentions_lie_behind(others: int, used: bool) -> None:
+    torch.manual_seed(0)
+    kinds = ((3, 4), (5, 2))
+    packed = torch.randn(2 + others, 2, 5, 6, 24, device=DEVICE).requires_grad_()
+    embeddings, grad = torch.randn(2 * 8 * 8, device=DEVICE), torch.randn(2 + others, 2, 5, 6, 8, device=DEVICE)
+
+    def run(x: Tensor, *, plain: bool) -> list[Tensor]:
+        room = local.Room()
+        if plain:
+            first, rest = x[:2], [one.chunk(3, -1) for one in x[2:]]
+        else:
+            first, *parts = local.divided(x, 2, room)
+            rest = [tuple(parts[i : i + 3]) for i in range(0, 3 * others, 3)]
+        made = [q * k.sin() + v for q, k, v in rest]
+        if plain:
+            y = local.attend_together_reference(first, embeddings.to(x), kinds, made)
+        else:
+            y = local.attend_together(first if used else 1 * first, embeddings, kinds, made, room)
+        (dx,) = torch.autograd.grad(y, x, grad.to(y))
+        assert room.gradient is None, "what is left there would keep its memory"
+        return [y.detach(), dx]
+
+    found = run(packed, plain=False)
+    for a, b in zip(found, run(packed.detach().cpu().double().requires_grad_(), plain=True), strict=True):
+        assert float((a.cpu().double() - b).norm()) <= 1e-5 * float(b.norm())
+
+
+def test_the_gradients_are_computed_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only those of other attentions are copied."""
+    packed = torch.randn(3, 1, 4, 4, 24, device=DEVICE).requires_grad_()
+    room, copied = local.Room(), []
+    first, q, k, v = local.divided(packed, 2, room)
+    y = local.attend_together(first, torch.randn(2 * 8 * 6, device=DEVICE), ((3, 4), (3, 2)), [q + k + v], room)
+    cat = torch.cat
+    monkeypatch.setattr(torch, "cat", lambda given, *own, **more: copied.append(len(given)) or cat(given, *own, **more))  # type: ignore[func-returns-value]
+    (dx,) = torch.autograd.grad(y.sum(), packed)
+    assert copied == [3] and torch.equal(dx[2], torch.ones_like(dx[2]))
+
+
+def test_second_derivatives_with_other_attentions() -> None:
+    found = []
+    for plain in (True, False):
+        torch.manual_seed(0)
+        x = torch.randn(3, 1, 3, 4, 12, device=DEVICE).requires_grad_()
+        embeddings = torch.randn(2 * 4 * 6, device=DEVICE).requires_grad_()
+        room = local.Room()
+        first, q, k, v = (x[:2], *x[2].chunk(3, -1)) if plain else local.divided(x, 2, room)
+        given = (first, embeddings, ((3, 4), (3, 2)), [q * k * v])
+        y = local.attend_together_reference(*given) if plain else local.attend_together(*given, room)
+        grads = torch.autograd.grad(y.square().sum(), (x, embeddings), create_graph=True)
+        found.append([y, *grads, *torch.autograd.grad(sum(g.square().sum() for g in grads), (x, embeddings))])
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3)

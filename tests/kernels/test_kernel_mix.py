@@ -250,3 +250,17 @@ def test_unrequested_gradients_are_not_computed(monkeypatch: pytest.MonkeyPatch)
     assert made == [1, 1]
     with torch.no_grad():
         assert not product(x, weight).requires_grad
+
+
+def test_the_gradient_of_a_turned_weight_has_its_memory_order() -> None:
+    torch.manual_seed(0)
+    x, stored = torch.randn(3, 20, 4, requires_grad=True), torch.randn(3, 5, 4, requires_grad=True)
+    grad = torch.randn(3, 20, 5)
+    seen: list[Tensor] = []
+    weight = stored.transpose(1, 2)
+    weight.register_hook(seen.append)
+    found = torch.autograd.grad(product(x, weight), (x, stored), grad)
+    expected = torch.autograd.grad(torch.bmm(x, stored.transpose(1, 2)), (x, stored), grad)
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b)
+    assert seen[0].stride() == weight.stride(), "it would be copied"

@@ -21,6 +21,14 @@ def _tile(rows, C: tl.constexpr, TILE: tl.constexpr, COLUMNS: tl.constexpr):
 
 
 @triton.jit
+def _outer(m, c, at, rows, C: tl.constexpr, PART: tl.constexpr):
+    """Offsets [TILE, COLUMNS] in maps of PART channels each, one after the other: [C / PART, rows, PART]."""
+    if PART == C:
+        return at
+    return (c // PART)[None, :] * (rows.to(tl.int64) * PART) + m.to(tl.int64)[:, None] * PART + (c % PART)[None, :]
+
+
+@triton.jit
 def _scale(moments_ptr, weight_ptr, bias_ptr, c, ok, C: tl.constexpr, AFFINE: tl.constexpr):
     """Mean, rstd, γ and β of the channels."""
     mean = tl.load(moments_ptr + c, mask=ok, other=0.0)
@@ -77,8 +85,8 @@ def _merge_moments(
 @triton.jit(do_not_specialize=["rows", "area"])
 def _write(
     z_ptr, moments_ptr, weight_ptr, bias_ptr, shortcut_ptr, factors_ptr, y_ptr, rows, area, C: tl.constexpr,
-    TILE: tl.constexpr, COLUMNS: tl.constexpr, AFFINE: tl.constexpr, RELU: tl.constexpr, SHORTCUT: tl.constexpr,
-    DROPS: tl.constexpr,
+    PART: tl.constexpr, TILE: tl.constexpr, COLUMNS: tl.constexpr, AFFINE: tl.constexpr, RELU: tl.constexpr,
+    SHORTCUT: tl.constexpr, DROPS: tl.constexpr,
 ):  # fmt: skip
     m, c, at, c_ok, ok = _tile(rows, C, TILE, COLUMNS)
     z = tl.load(z_ptr + at, mask=ok, other=0.0).to(tl.float32)
@@ -90,16 +98,17 @@ def _write(
         y *= tl.load(factors_ptr + m // area, mask=m < rows, other=0.0)[:, None]
     if SHORTCUT:
         y += tl.load(shortcut_ptr + at, mask=ok, other=0.0).to(tl.float32)
-    tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=ok)
+    tl.store(y_ptr + _outer(m, c, at, rows, C, PART), y.to(y_ptr.dtype.element_ty), mask=ok)
 
 
 @triton.jit
 def _pull(
-    z_ptr, dy_ptr, factors_ptr, m, at, ok, rows, area, mean, rstd, weight, bias, RELU: tl.constexpr, DROPS: tl.constexpr
-):
+    z_ptr, dy_ptr, factors_ptr, m, at, outer, ok, rows, area, mean, rstd, weight, bias, RELU: tl.constexpr,
+    DROPS: tl.constexpr,
+):  # fmt: skip
     """ẑ, and the gradient of γ·ẑ + β."""
     z = (tl.load(z_ptr + at, mask=ok, other=0.0).to(tl.float32) - mean) * rstd
-    g = tl.load(dy_ptr + at, mask=ok, other=0.0).to(tl.float32)
+    g = tl.load(dy_ptr + outer, mask=ok, other=0.0).to(tl.float32)
     if DROPS:
         g *= tl.load(factors_ptr + m // area, mask=m < rows, other=0.0)[:, None]
     if RELU:
@@ -110,12 +119,16 @@ def _pull(
 @triton.jit(do_not_specialize=["rows", "area"])
 def _tile_sums(
     z_ptr, dy_ptr, moments_ptr, weight_ptr, bias_ptr, factors_ptr, partial_ptr, rows, area, C: tl.constexpr,
-    TILE: tl.constexpr, COLUMNS: tl.constexpr, AFFINE: tl.constexpr, RELU: tl.constexpr, DROPS: tl.constexpr,
+    PART: tl.constexpr, TILE: tl.constexpr, COLUMNS: tl.constexpr, AFFINE: tl.constexpr, RELU: tl.constexpr,
+    DROPS: tl.constexpr,
 ):  # fmt: skip
     """partial [2, tiles, c]: sums of g and of g·ẑ of each tile."""
     m, c, at, c_ok, ok = _tile(rows, C, TILE, COLUMNS)
     about = _scale(moments_ptr, weight_ptr, bias_ptr, c, c_ok, C, AFFINE)
-    z, g = _pull(z_ptr, dy_ptr, factors_ptr, m, at, ok, rows, area, about[0], about[1], about[2], about[3], RELU, DROPS)
+    outer = _outer(m, c, at, rows, C, PART)
+    z, g = _pull(
+        z_ptr, dy_ptr, factors_ptr, m, at, outer, ok, rows, area, about[0], about[1], about[2], about[3], RELU, DROPS
+    )
     to = partial_ptr + tl.program_id(0) * C + c
     tl.store(to, tl.sum(g, 0), mask=c_ok)
     tl.store(to + tl.num_programs(0) * C, tl.sum(g * z, 0), mask=c_ok)
@@ -140,11 +153,15 @@ def _merge_sums(partial_ptr, sums_ptr, tiles, C: tl.constexpr, MERGED: tl.conste
 @triton.jit(do_not_specialize=["rows", "area"])
 def _write_gradient(
     z_ptr, dy_ptr, moments_ptr, weight_ptr, bias_ptr, factors_ptr, sums_ptr, dz_ptr, rows, area, C: tl.constexpr,
-    TILE: tl.constexpr, COLUMNS: tl.constexpr, AFFINE: tl.constexpr, RELU: tl.constexpr, DROPS: tl.constexpr,
+    PART: tl.constexpr, TILE: tl.constexpr, COLUMNS: tl.constexpr, AFFINE: tl.constexpr, RELU: tl.constexpr,
+    DROPS: tl.constexpr,
 ):  # fmt: skip
     m, c, at, c_ok, ok = _tile(rows, C, TILE, COLUMNS)
     about = _scale(moments_ptr, weight_ptr, bias_ptr, c, c_ok, C, AFFINE)
-    z, g = _pull(z_ptr, dy_ptr, factors_ptr, m, at, ok, rows, area, about[0], about[1], about[2], about[3], RELU, DROPS)
+    outer = _outer(m, c, at, rows, C, PART)
+    z, g = _pull(
+        z_ptr, dy_ptr, factors_ptr, m, at, outer, ok, rows, area, about[0], about[1], about[2], about[3], RELU, DROPS
+    )
     means = tl.load(sums_ptr + c, mask=c_ok, other=0.0) / rows
     slopes = tl.load(sums_ptr + C + c, mask=c_ok, other=0.0) / rows
     dz = about[1] * about[2] * (g - means[None, :] - z * slopes[None, :])
@@ -159,27 +176,31 @@ def _sizes(z):
     return rows, tiles, height * width, (tiles, triton.cdiv(c, COLUMNS)), (triton.cdiv(c, NARROW),), own, merging
 
 
-def forward(z, weight, bias, shortcut, factors, eps, relu):
-    """z and shortcut [n, h, w, c], weight and bias [c], factors [n]; returns y like z and moments [3, c]."""
+def forward(z, weight, bias, shortcut, factors, eps, relu, parts=1):
+    """z and shortcut [n, h, w, c], weight and bias [c], factors [n]; returns y and moments [3, c].
+
+    y [parts, n, h, w, c / parts]: the channels of each part are a map of their own.
+    """
     rows, tiles, area, grid, columns, own, merging = _sizes(z)
     partial = torch.empty(2, tiles, z.shape[3], dtype=torch.float32, device=z.device)
     moments = torch.empty(3, z.shape[3], dtype=torch.float32, device=z.device)
-    y = torch.empty_like(z)
+    part = z.shape[3] // parts
+    y = z.new_empty(parts, *z.shape[:3], part)
     _tile_moments[grid](z, partial, rows, **own)
     _merge_moments[columns](partial, moments, rows, tiles, eps, TILE=TILE, **merging)
     kind = {"AFFINE": weight is not None, "RELU": relu, "SHORTCUT": shortcut is not None, "DROPS": factors is not None}
     given = (z if x is None else x for x in (weight, bias, shortcut, factors))  # what is absent is not read
-    _write[grid](z, moments, *given, y, rows, area, **own, **kind)
+    _write[grid](z, moments, *given, y, rows, area, **own, **kind, PART=part)
     return y, moments
 
 
 def backward(z, weight, bias, factors, moments, dy, relu):
-    """The gradient of z [n, h, w, c], and the sums of g and g·ẑ: those of bias and weight [2, c]."""
+    """The gradient of z [n, h, w, c], and the sums of g and g·ẑ: those of bias and weight [2, c]; dy like y."""
     rows, tiles, area, grid, columns, own, merging = _sizes(z)
     partial = torch.empty(2, tiles, z.shape[3], dtype=torch.float32, device=z.device)
     sums = torch.empty(2, z.shape[3], dtype=torch.float32, device=z.device)
     dz = torch.empty_like(z)
-    kind = {"AFFINE": weight is not None, "RELU": relu, "DROPS": factors is not None}
+    kind = {"AFFINE": weight is not None, "RELU": relu, "DROPS": factors is not None, "PART": dy.shape[4]}
     given = (z, dy, moments, *(z if x is None else x for x in (weight, bias, factors)))
     _tile_sums[grid](*given, partial, rows, area, **own, **kind)
     _merge_sums[columns](partial, sums, tiles, **merging)

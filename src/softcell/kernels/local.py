@@ -10,7 +10,8 @@ are never stored; the result and one value per pixel and head are kept as well.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -151,21 +152,107 @@ class _Fused(torch.autograd.Function):
 
 Kinds = tuple[tuple[int, int], ...]
 """The extent and the heads of each of several attentions."""
+Layers = tuple[tuple[Kinds, int], ...]
+"""Attentions of several layers, and the channels c of each layer."""
 
 
-def attend_together(packed: Tensor, embeddings: Tensor, kinds: Kinds) -> Tensor:
-    """Several attentions over maps of one size, by one launch each way and kernel where Triton is available.
+@dataclass(slots=True)
+class Room:
+    """Memory for the gradient that `divided` returns, of which `attend_together` has computed the first part."""
 
-    packed [attentions, n, h, w, 3·c]; embeddings [Σ 2 · c · extent]: rows and columns [heads, d, extent] of each, one
-    after the other. Returns [attentions, n, h, w, c].
+    gradient: Tensor | None = None
+
+    def taken(self, count: int, first: Tensor) -> Tensor | None:
+        """The memory, if its beginning is `first`."""
+        gradient, self.gradient = self.gradient, None
+        is_first = gradient is not None and gradient[: len(first)].data_ptr() == first.data_ptr()
+        return gradient if is_first and gradient is not None and len(gradient) == count else None
+
+
+def divided(packed: Tensor, count: int, room: Room) -> tuple[Tensor, ...]:
+    """Views of packed [attentions, n, h, w, 3·c]: the first `count`, then queries, keys and values of each other one.
+
+    In the backward pass gradients of the others are written behind those of the first ones, into `room` if possible.
     """
-    if not runs_triton(packed):
-        return attend_together_reference(packed, embeddings, kinds)
-    result: Tensor = _Together.apply(packed, embeddings, kinds)  # type: ignore[no-untyped-call]
+    result: tuple[Tensor, ...] = _Divided.apply(packed, count, room)  # type: ignore[no-untyped-call]
     return result
 
 
-def attend_together_reference(packed: Tensor, embeddings: Tensor, kinds: Kinds) -> Tensor:
+class _Divided(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, packed: Tensor, count: int, room: Room) -> tuple[Tensor, ...]:
+        ctx.count, ctx.room = count, room
+        return packed[:count], *(part for one in packed[count:].unbind() for part in one.chunk(3, -1))
+
+    @staticmethod
+    def backward(ctx: Any, first: Tensor, *others: Tensor) -> tuple[Tensor, None, None]:
+        parts = [others[i : i + 3] for i in range(0, len(others), 3)]
+        total = len(first) + len(parts)
+        whole = None if torch.is_grad_enabled() else ctx.room.taken(total, first)
+        if whole is None:
+            return torch.cat([first, *(torch.cat(own, -1)[None] for own in parts)]), None, None
+        for one, own in zip(whole[len(first) :].unbind(), parts, strict=True):
+            torch.cat(own, -1, out=one)
+        return whole, None, None
+
+
+def attend_together(
+    packed: Tensor, embeddings: Tensor, kinds: Kinds, others: Sequence[Tensor] = (), room: Room | None = None
+) -> Tensor:
+    """Several attentions over maps of one size, by one launch each way and kernel where Triton is available.
+
+    packed [attentions, n, h, w, 3·c]; embeddings [Σ 2 · c · extent]: rows and columns [heads, d, extent] of each, one
+    after the other. Returns [attentions, n, h, w, c] with the results [n, h, w, c] of `others` behind them. room: that
+    of `divided`, if packed is from there.
+    """
+    if not runs_triton(packed):
+        return attend_together_reference(packed, embeddings, kinds, others)
+    (lines,) = in_lines(embeddings, ((kinds, packed.shape[-1] // 3),))
+    return attend_by_lines(packed, lines, kinds, others, room)
+
+
+def attend_by_lines(
+    packed: Tensor, lines: Tensor, kinds: Kinds, others: Sequence[Tensor] = (), room: Room | None = None
+) -> Tensor:
+    """`attend_together` with the embeddings that `in_lines` returns."""
+    if not runs_triton(packed):
+        return attend_together_reference(packed, _in_vector(lines, kinds), kinds, others)
+    result: Tensor = _Together.apply(packed, lines, kinds, room, *others)  # type: ignore[no-untyped-call]
+    return result
+
+
+def in_lines(embeddings: Tensor, layers: Layers) -> tuple[Tensor, ...]:
+    """Embeddings of several layers as kernels read them, in float32 or wider: of each [Σ 2 · extent, c].
+
+    embeddings: those of `attend_together` of each layer, one after the other.
+    """
+    result: tuple[Tensor, ...] = _Lines.apply(embeddings, layers)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _Lines(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, embeddings: Tensor, layers: Layers) -> tuple[Tensor, ...]:
+        ctx.layers, ctx.dtype = layers, embeddings.dtype
+        exact = embeddings.to(torch.promote_types(embeddings.dtype, torch.float32))
+        lines = exact.index_select(0, table((_orders(layers)[0],), embeddings.device)[0])
+        sizes = [sum(2 * c * extent for extent, _ in kinds) for kinds, c in layers]
+        return tuple(own.view(-1, c) for own, (_, c) in zip(torch.split(lines, sizes), layers, strict=True))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        flat = torch.cat([own.reshape(-1) for own in gradients])
+        return flat.index_select(0, table((_orders(ctx.layers)[1],), flat.device)[0]).to(ctx.dtype), None
+
+
+def _in_vector(lines: Tensor, kinds: Kinds) -> Tensor:
+    """The reverse of `in_lines`."""
+    return lines.reshape(-1).index_select(0, table((_order(kinds, lines.shape[1])[1],), lines.device)[0])
+
+
+def attend_together_reference(
+    packed: Tensor, embeddings: Tensor, kinds: Kinds, others: Sequence[Tensor] = ()
+) -> Tensor:
     """The plain twin of `attend_together`."""
     c = packed.shape[-1] // 3
     parts = torch.split(embeddings, [2 * c * extent for extent, _ in kinds])
@@ -173,40 +260,55 @@ def attend_together_reference(packed: Tensor, embeddings: Tensor, kinds: Kinds) 
     for own, part, (extent, heads) in zip(packed, parts, kinds, strict=True):
         rows, columns = part.view(2, heads, -1, extent)
         found.append(_plainly(own.permute(0, 3, 1, 2), rows, columns).permute(0, 2, 3, 1))
-    return torch.stack(found)
+    return torch.stack([*found, *others])
 
 
 class _Together(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, packed: Tensor, embeddings: Tensor, kinds: Kinds) -> Tensor:
-        ctx.kinds = kinds
-        c = packed.shape[-1] // 3
+    def forward(ctx: Any, packed: Tensor, lines: Tensor, kinds: Kinds, room: Room | None, *others: Tensor) -> Tensor:
+        ctx.kinds, ctx.room, ctx.others = kinds, room, len(others)
+        count, c = len(packed), packed.shape[-1] // 3
         packed = packed.contiguous()
-        to_lines = table((_order(kinds, c)[0],), packed.device)[0]
-        lines = embeddings.float().index_select(0, to_lines).view(-1, c)
-        y, lse = triton_kernels("local").forward(packed, lines, kinds)
-        ctx.save_for_backward(packed, embeddings, y, lse, lines)
-        return y  # type: ignore[no-any-return]
+        every = packed.new_empty(count + len(others), *packed.shape[1:-1], c)
+        _, lse = triton_kernels("local").forward(packed, lines, kinds, out=every[:count])
+        for place, other in zip(every[count:].unbind(), others, strict=True):
+            place.copy_(other)
+        ctx.save_for_backward(packed, lines, every, lse)
+        return every
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        packed, embeddings, y, lse, lines = ctx.saved_tensors
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        packed, lines, every, lse = ctx.saved_tensors
+        count = len(packed)
+        rest = grad[count:].unbind()
         if torch.is_grad_enabled():
 
             def twin(*own: Tensor | None) -> list[Tensor]:
-                own_packed, own_embeddings = own
-                assert own_packed is not None and own_embeddings is not None
-                return [attend_together_reference(own_packed, own_embeddings, ctx.kinds)]
+                own_packed, own_lines = own
+                assert own_packed is not None and own_lines is not None
+                return [attend_together_reference(own_packed, _in_vector(own_lines, ctx.kinds), ctx.kinds)]
 
-            dpacked, dembeddings = by_twin(twin, (packed, embeddings), [grad])
-            return dpacked, dembeddings, None
+            dpacked, dlines = by_twin(twin, (packed, lines), [grad[:count]])
+            return dpacked, dlines, None, None, *rest
         wanted = is_wanted(ctx, 1)
-        given = (packed, lines, y, lse, grad.to(packed.dtype).contiguous(), ctx.kinds)
-        out, partial = triton_kernels("local").backward(*given, positions=wanted)
-        if not wanted:
-            return out, None, None
-        to_vector = table((_order(ctx.kinds, lines.shape[1])[1],), packed.device)[0]
-        return out, partial.sum(0).view(-1).index_select(0, to_vector).to(embeddings.dtype), None
+        whole = packed.new_empty(count + ctx.others, *packed.shape[1:])
+        if ctx.room is not None:
+            ctx.room.gradient = whole
+        dy = grad[:count].to(packed.dtype).contiguous()
+        given = (packed, lines, every[:count], lse, dy, ctx.kinds)
+        out, partial = triton_kernels("local").backward(*given, positions=wanted, out=whole[:count])
+        return out, partial.sum(0) if wanted else None, None, None, *rest
+
+
+@functools.cache
+def _orders(layers: Layers) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """`_order` of several layers, one after the other."""
+    found: tuple[list[int], list[int]] = ([], [])
+    for kinds, c in layers:
+        start = len(found[0])
+        for places, own in zip(found, _order(kinds, c), strict=True):
+            places += [start + place for place in own]
+    return tuple(found[0]), tuple(found[1])
 
 
 @functools.cache

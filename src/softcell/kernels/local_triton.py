@@ -271,27 +271,28 @@ def _values(c, kinds):
     return WIDE if any(c // heads % 8 == 0 for _, heads in kinds) else NARROW
 
 
-def forward(packed, embeddings, kinds):
+def forward(packed, embeddings, kinds, out=None):
     """Several attentions over maps of one size. kinds: the extent and heads of each.
 
     packed [attentions, n, h, w, 3·c] and embeddings float32 [lines, c], of each attention those of its extent's rows,
-    then its columns. Returns y [attentions, n, h, w, c] and, for `backward`, lse [attentions, n·h·w · most heads].
+    then its columns. Returns y [attentions, n, h, w, c], in `out` if given, and, for `backward`, lse [attentions, n·h·w
+    · most heads].
     """
     c = packed.shape[-1] // 3
     about, grid, settings = _sizes(packed, kinds, WARPS, _values(c, kinds))
-    y = packed.new_empty(*packed.shape[:-1], c)
+    y = packed.new_empty(*packed.shape[:-1], c) if out is None else out
     lse = torch.empty(len(kinds), about[0] * settings["HEADS"], dtype=torch.float32, device=packed.device)
     if about[0]:
         _forward[grid](packed, embeddings, y, lse, *about, **settings)
     return y, lse
 
 
-def backward(packed, embeddings, y, lse, dy, kinds, *, positions=True):
-    """The gradient of packed, given that of y; with `positions` also that of embeddings [programs, lines, c], to be
-    summed over programs, otherwise None.
+def backward(packed, embeddings, y, lse, dy, kinds, *, positions=True, out=None):
+    """The gradient of packed, in `out` if given, from that of y; with `positions` also that of embeddings [programs,
+    lines, c], to be summed over programs, otherwise None.
     """
     lines, c = embeddings.shape
-    out, delta = torch.empty_like(packed), torch.empty_like(lse)
+    out, delta = torch.empty_like(packed) if out is None else out, torch.empty_like(lse)
     about, grid, settings = _sizes(packed, kinds, WARPS, _values(c, kinds))
     partial = torch.empty(grid[0] if positions else 0, lines, c, dtype=torch.float32, device=packed.device)
     if about[0]:

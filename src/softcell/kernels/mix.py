@@ -140,9 +140,11 @@ class _Product(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         x, weight = ctx.saved_tensors
         dx = torch.bmm(gradient, weight.transpose(1, 2)) if is_wanted(ctx, 0) else None
-        dweight = (
-            _of_rows(x, gradient) if is_wanted(ctx, 1) else None
-        )  # architecture steps need no gradient of the weights
+        dweight = None
+        if is_wanted(ctx, 1):  # architecture steps need no gradient of the weights
+            # In the memory order of the weight, which would otherwise be copied.
+            turned = weight.transpose(1, 2).is_contiguous()
+            dweight = _of_rows(gradient, x).transpose(1, 2) if turned else _of_rows(x, gradient)
         dadded = None
         if ctx.adds and is_wanted(ctx, 2):
             dadded = gradient.sum(1, keepdim=True) if ctx.one_row else gradient

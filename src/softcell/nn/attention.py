@@ -221,12 +221,16 @@ class NonLocalAttention(Attention):
     """[n, width, h, w] to the same: every position attends to all, by torch's own fused attention."""
 
     def attend(self, packed: Tensor, *embeddings: Tensor) -> Tensor:
-        n, _, height, width = packed.shape
-        q, k, v = (part.flatten(2).transpose(1, 2)[:, None] for part in packed.chunk(3, 1))
-        with sdpa_kernel(TRUSTED) if packed.is_cuda else nullcontext():
+        return self.attend_rows(*packed.permute(0, 2, 3, 1).chunk(3, 3)).permute(0, 3, 1, 2)
+
+    def attend_rows(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """q, k, v [n, h, w, width] to the same."""
+        with sdpa_kernel(TRUSTED) if q.is_cuda else nullcontext():
             # [n, 1, h·w, c]; the embedded Gaussian has no 1/√d
-            y = F.scaled_dot_product_attention(q, k, v, scale=1.0)
-        return y[:, 0].transpose(1, 2).reshape(n, self.width, height, width)
+            q_rows, k_rows, v_rows = (part.flatten(1, 2)[:, None] for part in (q, k, v))
+            y = F.scaled_dot_product_attention(q_rows, k_rows, v_rows, scale=1.0)
+        # Not y[:, 0], whose gradient would be a copy into zeros.
+        return y.squeeze(1).reshape(q.shape)
 
 
 class AttentionBlock(nn.Module):

@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from softcell.kernels.backend import runs_triton
+from softcell.kernels.window_mean import window_mean
 from softcell.nn.candidates import Spec, candidate
 from softcell.nn.norm import BatchNorm2d
 
@@ -399,12 +401,31 @@ class AveragePool(nn.AvgPool2d):
     """`nn.AvgPool2d` with a correct gradient on every device.
 
     On CUDA, torch's own is wrong for channels-last inputs with padding (pytorch issue 188344, seen in 2.11), so the
-    input is made channels-first there. Without padding it is correct, and everything before the pool gets a
-    channels-last gradient.
+    input is made channels-first there. Windows that neither overlap nor are padded have a kernel of their own
+    (`kernels.window_mean`).
     """
 
     def forward(self, input: Tensor) -> Tensor:
+        if self._is_apart(input):
+            return window_mean(input, _side(self.stride))
         return super().forward(input.contiguous() if input.is_cuda and self.padding != 0 else input)
+
+    def _is_apart(self, x: Tensor) -> bool:
+        """Whether the windows of x [n, c, h, w] neither overlap nor leave out a border, and a kernel serves them."""
+        side = _side(self.stride)
+        if self.padding != 0 or _side(self.kernel_size) != side or side == 0 or self.divisor_override is not None:
+            return False
+        if not self.ceil_mode and any(length % side for length in x.shape[-2:]):
+            return False
+        is_map = x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last)
+        return is_map and not torch.compiler.is_compiling() and runs_triton(x)
+
+
+def _side(size: int | tuple[int, int]) -> int:
+    """Of a square window; 0 for others."""
+    if isinstance(size, int):
+        return size
+    return size[0] if len(set(size)) == 1 else 0
 
 
 _WINDOWS: dict[tuple[int, int, torch.device, torch.dtype], Tensor] = {}

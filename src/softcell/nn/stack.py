@@ -13,16 +13,20 @@ itself differs between blocks. Everything before and after it runs for all block
 
     reduce                             one convolution, one norm
     queries, keys, values              one batched product of rows [n·h·w, inner]
-    local attention                    one kernel forward and two backward (`kernels.local.attend_together`)
+    local attention                    one kernel forward and two backward (`kernels.local.attend_by_lines`)
     non-local attention                torch's own
     projection, expand                 two batched products, one norm
     shortcut                           once; where the width changes one convolution, one norm
+    weighted sum, average pool         in the last norm, so that a pool reads one map (`run_summed`)
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from types import MappingProxyType
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -30,8 +34,9 @@ from torch import Tensor, nn
 
 from softcell.kernels.backend import runs_triton
 from softcell.kernels.block_norm import normed
-from softcell.kernels.local import attend_together
-from softcell.kernels.mix import product
+from softcell.kernels.local import Kinds, Room, attend_by_lines, divided, in_lines
+from softcell.kernels.mix import product, stacked_sum
+from softcell.kernels.mixed_norm import mixed_norm
 from softcell.kernels.shared import shares_norms
 from softcell.nn.attention import Attention, AttentionBlock, LocalAttention, NonLocalAttention
 from softcell.nn.conv import ReLUConvBN
@@ -230,45 +235,190 @@ def run_blocks(modules: Iterable[nn.Module | None], x: Tensor) -> dict[int, Tens
     return found
 
 
-def run_alike(modules: Sequence[nn.Module | None], x: Tensor) -> Tensor | None:
-    """The stacked outputs [n, blocks, c', h', w'] of several blocks for x [n, c, h, w]; None unless all stack."""
+def stackable(modules: Sequence[nn.Module | None]) -> list[AttentionBlock]:
+    """The modules if all are blocks that run together; otherwise nothing."""
     groups = list(grouped(modules, block_key).values())
     if len(groups) != 1 or len(modules) < 2 or len(groups[0]) < len(modules):
+        return []
+    return list(groups[0].values())
+
+
+def run_summed(modules: Sequence[nn.Module | None], x: Tensor, weights: Callable[[], Tensor]) -> Tensor | None:
+    """The weighted sum [n, c', h', w'] of several blocks for x [n, c, h, w]; None unless all stack.
+
+    weights: called if they stack; returns one [blocks].
+    """
+    blocks = stackable(modules)
+    if not blocks:
         return None
-    return _run(list(groups[0].values()), x)
+    if _sums_in_norms(blocks, x):
+        return _run_summed(blocks, x, weights())
+    return stacked_sum(_run(blocks, x), weights())
+
+
+class _Kernels(NamedTuple):
+    """Weights of the 1×1 convolutions of blocks that run together, in the precision of the step."""
+
+    reduce: Tensor
+    """[blocks · inner, c, 1, 1]"""
+    packed: Tensor
+    """Queries, keys and values: [blocks, inner, 3 · inner]"""
+    project: Tensor
+    """[blocks, inner, inner]"""
+    expand: Tensor
+    """[blocks, inner, c']"""
+    widen: Tensor | None
+    """[blocks · c', c, 1, 1]; None where the width stays."""
+    lines: Tensor | None
+    """Embeddings of local attention as kernels read them (`kernels.local.in_lines`); None without kernels."""
+
+
+_PREPARED: ContextVar[Mapping[tuple[int, ...], _Kernels]] = ContextVar("prepared_kernels", default=MappingProxyType({}))
+
+
+@contextmanager
+def weights_together(layers: Sequence[Sequence[AttentionBlock]], x: Tensor) -> Iterator[None]:
+    """Within this context the weights of all layers are concatenated and converted by two launches, embeddings by two.
+
+    layers: blocks that run together, all different; x: any tensor of the pass. Their gradients are distributed by a few
+    launches, too.
+    """
+    if not layers:
+        yield
+        return
+    token = _PREPARED.set(_converted(layers, x))
+    try:
+        yield
+    finally:
+        _PREPARED.reset(token)
+
+
+def _compute_type(x: Tensor) -> torch.dtype:
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+
+
+def _kernels_of(blocks: Sequence[AttentionBlock], x: Tensor) -> _Kernels:
+    key = tuple(map(id, blocks))
+    found = _PREPARED.get().get(key)
+    return _converted([blocks], x)[key] if found is None else found
+
+
+def _converted(layers: Sequence[Sequence[AttentionBlock]], x: Tensor) -> Mapping[tuple[int, ...], _Kernels]:
+    """The weights of each layer, by the ids of its blocks."""
+    groups = [group for blocks in layers for group in _groups(blocks)]
+    vector = flat([conv.weight for group in groups for conv in group], _compute_type(x))
+    parts = iter(torch.split(vector, [sum(conv.weight.numel() for conv in group) for group in groups]))
+    found, lines = {}, _lines(layers, x)
+    for number, blocks in enumerate(layers):
+        own = iter([(next(parts), group[0].in_channels) for group in _groups(blocks)])
+        reduce, c = next(own)
+        packed, project, expand = (
+            part.view(len(blocks), -1, c_in).transpose(1, 2) for part, c_in in (next(own) for _ in range(3))
+        )
+        widen = [part.view(-1, c_in, 1, 1) for part, c_in in own]
+        given = (packed, project, expand, widen[0] if widen else None, lines.get(number))
+        found[tuple(map(id, blocks))] = _Kernels(reduce.view(-1, c, 1, 1), *given)
+    return found
+
+
+def _lines(layers: Sequence[Sequence[AttentionBlock]], x: Tensor) -> dict[int, Tensor]:
+    """Embeddings of the layers whose local attentions run together, by number."""
+    attentions = [[block.attention for block in blocks] for blocks in layers]
+    if not runs_triton(x):
+        return {}
+    numbers = [number for number, own in enumerate(attentions) if _kinds(own)]
+    every = [part.reshape(-1) for number in numbers for a in attentions[number] for part in a.embeddings()]
+    sizes = tuple((_kinds(attentions[number]), attentions[number][0].width) for number in numbers)
+    return dict(zip(numbers, in_lines(torch.cat(every), sizes), strict=True)) if every else {}
+
+
+def _kinds(attentions: Sequence[Attention]) -> Kinds:
+    """Of the local attentions that run together, all before the others; none if they are not the first."""
+    kinds = tuple((a.extent, a.heads) for a in attentions if isinstance(a, LocalAttention))
+    leading = all(isinstance(a, LocalAttention) for a in attentions[: len(kinds)])  # the others are non-local
+    return kinds if len(kinds) > 1 and leading else ()
+
+
+def _groups(blocks: Sequence[AttentionBlock]) -> list[list[nn.Conv2d]]:
+    """The convolutions of each field of `_Kernels`."""
+    attentions = [block.attention for block in blocks]
+    found = [
+        [_conv_and_norm(block.reduce)[0] for block in blocks],
+        [conv for a in attentions for conv in (a.queries, a.keys, a.values)],
+        [a.project for a in attentions],
+        [_conv_and_norm(block.expand)[0] for block in blocks],
+    ]
+    if not isinstance(blocks[0].widen, nn.Identity):
+        found.append([_conv_and_norm(block.widen)[0] for block in blocks])
+    return found
+
+
+def _sums_in_norms(blocks: Sequence[AttentionBlock], x: Tensor) -> bool:
+    """Whether the last norms of blocks can add up what they return: by kernels, without scale and shift."""
+    norms = [norm for norm in blocks[0].modules() if isinstance(norm, nn.BatchNorm2d)]
+    return runs_triton(x) and not shares_norms() and all(norm.training and not norm.affine for norm in norms)
+
+
+def _run_summed(blocks: Sequence[AttentionBlock], x: Tensor, weights: Tensor) -> Tensor:
+    """Pools are linear, so they read the sum of the blocks instead of each of them."""
+    n, _, h, w = x.shape
+    kernels, pool = _kernels_of(blocks, x), blocks[0].pool
+    shortcut = x if kernels.widen is None else None
+    z = _expanded(blocks, x, kernels).view(len(blocks), n, h, w, -1)
+    y = pool(_mixed(z, [block.expand for block in blocks], weights, shortcut=shortcut))
+    if kernels.widen is None:
+        return y  # type: ignore[no-any-return]
+    joined = F.conv2d(pool(x), kernels.widen).unflatten(1, (len(blocks), -1))  # type: ignore[no-untyped-call]
+    return y + _mixed(joined.permute(1, 0, 3, 4, 2), [block.widen for block in blocks], weights)  # type: ignore[no-any-return]
+
+
+def _mixed(z: Tensor, parts: Sequence[nn.Module], weights: Tensor, shortcut: Tensor | None = None) -> Tensor:
+    """`mixed_norm` of z [blocks, n, h, w, c], by the norms of the parts."""
+    _, norms = zip(*(_conv_and_norm(part) for part in parts), strict=True)
+    y, mean, variance = mixed_norm(z, weights, norms[0].eps, shortcut=shortcut)
+    rows = z[0].numel() // z.shape[-1]
+    update_running_by_plane(list(enumerate(norms)), mean, variance, rows / max(rows - 1, 1))
+    return y
 
 
 def _run(blocks: Sequence[AttentionBlock], x: Tensor) -> Tensor:
-    first, count, attentions = blocks[0], len(blocks), [block.attention for block in blocks]
+    """The stacked outputs [n, blocks, c', h', w']."""
+    first, count, kernels = blocks[0], len(blocks), _kernels_of(blocks, x)
     n, _, h, w = x.shape
-    y = _linears([block.reduce for block in blocks], x, relu=True)
-    rows = y.permute(0, 2, 3, 1).reshape(n * h * w, count, -1).transpose(0, 1).contiguous()  # [blocks, n·h·w, inner]
-    packed = product(rows, _stacked([(a.queries, a.keys, a.values) for a in attentions]).to(rows.dtype))
-    rows = _attended(attentions, packed.view(count, n, h, w, -1)).view(count, n * h * w, -1)
-    rows = torch.relu(product(rows, _stacked([(a.project,) for a in attentions]).to(rows.dtype)))
-    last, norms = zip(*(_conv_and_norm(block.expand) for block in blocks), strict=True)
-    rows = product(rows, _stacked([(conv,) for conv in last]).to(rows.dtype))
-    y = _normed(rows.transpose(0, 1).reshape(n, h, w, -1).permute(0, 3, 1, 2), norms)
+    y = _expanded(blocks, x, kernels).transpose(0, 1).reshape(n, h, w, -1).permute(0, 3, 1, 2)
+    y = _normalised(y, [block.expand for block in blocks])
     small, y = first.pool(x), first.pool(y)
-    if isinstance(first.widen, nn.Identity):
+    if kernels.widen is None:
         outputs: Tensor = y.unflatten(1, (count, -1)) + small[:, None]
     else:
-        outputs = (y + _linears([block.widen for block in blocks], small)).unflatten(1, (count, -1))
+        small = _normalised(F.conv2d(small, kernels.widen), [block.widen for block in blocks])
+        outputs = (y + small).unflatten(1, (count, -1))
     return outputs
 
 
-def _attended(attentions: Sequence[Attention], packed: Tensor) -> Tensor:
+def _expanded(blocks: Sequence[AttentionBlock], x: Tensor, kernels: _Kernels) -> Tensor:
+    """Everything up to the last convolution of each block, without its norm: [blocks, n·h·w, c']"""
+    count, (n, _, h, w) = len(blocks), x.shape
+    rows = _reduced(F.conv2d(x, kernels.reduce), [block.reduce for block in blocks]).view(count, n * h * w, -1)
+    packed = product(rows, kernels.packed.to(rows.dtype))
+    attentions = [block.attention for block in blocks]
+    rows = _attended(attentions, packed.view(count, n, h, w, -1), kernels.lines).view(rows.shape)
+    rows = torch.relu(product(rows, kernels.project.to(rows.dtype)))
+    return product(rows, kernels.expand.to(rows.dtype))
+
+
+def _attended(attentions: Sequence[Attention], packed: Tensor, lines: Tensor | None) -> Tensor:
     """Each attention of its part of packed [blocks, n, h, w, 3·inner]: [blocks, n, h, w, inner]"""
+    if lines is not None:
+        kinds, room = _kinds(attentions), Room()
+        local, *parts = divided(packed, len(kinds), room)
+        others = [a for a in attentions if isinstance(a, NonLocalAttention)]
+        rest = [a.attend_rows(*parts[3 * i : 3 * i + 3]) for i, a in enumerate(others)]
+        return attend_by_lines(local, lines, kinds, rest, room)
     # Embeddings are one copy: a backward pass skips tensors that are no leaves and not needed.
     every = [part for attention in attentions for part in attention.embeddings()]
     together = torch.cat([part.reshape(-1) for part in every]) if every else packed.new_empty(0)
-    kinds = tuple((a.extent, a.heads) for a in attentions if isinstance(a, LocalAttention))
-    leading = all(isinstance(a, LocalAttention) for a in attentions[: len(kinds)])
-    if len(kinds) > 1 and leading and runs_triton(packed):
-        local, others = torch.split(packed, [len(kinds), len(attentions) - len(kinds)])
-        found = attend_together(local, together, kinds)
-        rest = [_alone(a, own) for a, own in zip(attentions[len(kinds) :], others, strict=True)]
-        return torch.cat([found, *(one[None] for one in rest)]) if rest else found
     pieces = iter(torch.split(together, [part.numel() for part in every]))
     given = ([next(pieces).view(part.shape) for part in attention.embeddings()] for attention in attentions)
     return torch.stack([_alone(a, own, *parts) for a, own, parts in zip(attentions, packed, given, strict=True)])
@@ -279,29 +429,34 @@ def _alone(attention: Attention, packed: Tensor, *embeddings: Tensor) -> Tensor:
     return attention.attend(packed.permute(0, 3, 1, 2), *embeddings).permute(0, 2, 3, 1)
 
 
-def _linears(parts: Sequence[nn.Module], x: Tensor, *, relu: bool = False) -> Tensor:
-    """Convolutions of x [n, c, h, w] with their norms, concatenated: [n, parts · c', h, w]"""
-    convs, norms = zip(*(_conv_and_norm(part) for part in parts), strict=True)
-    return _normed(F.conv2d(x, torch.cat([conv.weight for conv in convs])), norms, relu=relu)
+def _reduced(y: Tensor, parts: Sequence[nn.Module]) -> Tensor:
+    """y [n, parts · c, h, w] by the norms of the parts, and ReLU: [parts, n, h, w, c] without gaps."""
+    _, norms = zip(*(_conv_and_norm(part) for part in parts), strict=True)
+    if _by_kernels(norms, y):
+        return _normed(y, norms, relu=True, parts=len(parts))
+    y = torch.relu(normalise(y, norms))
+    return torch.stack(y.permute(0, 2, 3, 1).chunk(len(parts), 3))
 
 
-def _normed(y: Tensor, norms: Sequence[nn.BatchNorm2d], *, relu: bool = False) -> Tensor:
-    """`normalise`, then ReLU if asked; by kernels, running statistics are updated with those of all other norms."""
+def _normalised(y: Tensor, parts: Sequence[nn.Module]) -> Tensor:
+    """y [n, parts · c, h, w] by the norms of the parts."""
+    _, norms = zip(*(_conv_and_norm(part) for part in parts), strict=True)
+    return _normed(y, norms) if _by_kernels(norms, y) else normalise(y, norms)
+
+
+def _by_kernels(norms: Sequence[nn.BatchNorm2d], y: Tensor) -> bool:
+    """Whether kernels normalise y [n, Σ c, h, w] by its batch."""
+    return norms[0].training and runs_triton(y) and not shares_norms()
+
+
+def _normed(y: Tensor, norms: Sequence[nn.BatchNorm2d], *, relu: bool = False, parts: int = 1) -> Tensor:
+    """`normed` by concatenated norms of one key; running statistics are updated with those of all other norms."""
     first = norms[0]
-    if not (first.training and runs_triton(y)) or shares_norms():
-        y = normalise(y, norms)
-        return torch.relu(y) if relu else y
     scale, shift = (
         torch.cat([norm.get_parameter(name) for norm in norms]) if first.affine else None for name in ("weight", "bias")
     )
-    y, mean, variance = normed(y, scale, shift, first.eps, relu=relu)
-    rows = y.numel() // y.shape[1]
+    y, mean, variance = normed(y, scale, shift, first.eps, relu=relu, parts=parts)
+    rows = y.numel() // mean.numel()
     planes = (mean.view(len(norms), -1), variance.view(len(norms), -1))
     update_running_by_plane(list(enumerate(norms)), *planes, rows / max(rows - 1, 1))
     return y
-
-
-def _stacked(convs: Sequence[tuple[nn.Conv2d, ...]]) -> Tensor:
-    """Weights of 1×1 convolutions, concatenated per block: [blocks, c_in, Σ c_out], by one copy."""
-    flat = torch.cat([conv.weight for own in convs for conv in own])
-    return flat.view(len(convs), -1, flat.shape[1]).transpose(1, 2)

@@ -10,6 +10,7 @@ drop-path drops what they add to it. A layer that changes them is never dropped,
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence, Set
 
@@ -19,11 +20,12 @@ from softcell.arch import Cell, Live, Mix, Pick, Table, WeightMix
 from softcell.arch.genotype import check_forward
 from softcell.errors import UserError
 from softcell.kernels.norm import scaled
+from softcell.nn.attention import AttentionBlock
 from softcell.nn.calibrate import Calibration
 from softcell.nn.candidates import Spec
 from softcell.nn.fused_blocks import FusedBlocks
 from softcell.nn.norm import recomputed
-from softcell.nn.stack import run_alike, run_blocks
+from softcell.nn.stack import run_blocks, run_summed, stackable
 from softcell.nn.stochastic import DropPath
 from softcell.spaces._affine_cells import AffineCell, plan_affine
 from softcell.spaces._derived_plan import DerivedCell, plan_derived
@@ -378,16 +380,26 @@ class MixedChain(MixedCell):
             values.append(value)
         return values
 
+    def stacked(self, mix: Mix, site: int, x: Tensor) -> list[list[AttentionBlock]]:
+        """The blocks of each layer that runs as one, for inputs like x."""
+        live, found = mix.live(site), []
+        for layer, choice in enumerate(self.table.choices):
+            if plan_layer(mix, site, layer, x) is LayerExecution.STACKED:
+                running = range(len(choice.candidates)) if live is None else live[layer]
+                found.append(stackable([self.edges.module(self._starts[layer] + k) for k in running]))
+        return [blocks for blocks in found if blocks]
+
     def _mixed(self, layer: int, running: Sequence[int], x: Tensor, mix: Mix, site: int) -> Tensor | None:
         """The combined outputs of the running candidates of a layer; None if there are only zeros."""
         modules = [self.edges.module(self._starts[layer] + k) for k in running]
         again = mix.recomputes(site, layer)
         execution = plan_layer(mix, site, layer, x)
         if execution is LayerExecution.STACKED:
-            alike = run_alike(modules, x)
-            if alike is not None:
-                assert isinstance(mix, WeightMix)
-                return self.combiner.sum_alike(alike, [(layer, k) for k in running], mix, site)
+            assert isinstance(mix, WeightMix)
+            entries = [(layer, k) for k in running]
+            value = run_summed(modules, x, functools.partial(self.combiner.weights_of, entries, mix, site))
+            if value is not None:
+                return value
         done = {} if execution is LayerExecution.MODULES else run_blocks(modules, x)
         outputs: list[Output] = []
         for k, module in zip(running, modules, strict=True):

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from softcell.arch import Mix, Pick, Table, WeightMix
 from softcell.errors import UserError
-from softcell.kernels.mix import stacked_sum, weighted_sum
+from softcell.kernels.mix import weighted_sum
 from softcell.kernels.norm import scaled
 from softcell.nn.candidates import Spec, get_candidate
 
@@ -208,7 +208,7 @@ class Combiner:
                 return None
             if mix.is_picked(site):
                 return total([x for _, _, x in present])
-            return weighted_sum([x for _, _, x in present], self._weights([one[:2] for one in present], mix, site))
+            return weighted_sum([x for _, _, x in present], self.weights_of([one[:2] for one in present], mix, site))
         value = self._compete(outputs, mix, site)
         for choice in sorted({choice for choice, _, _ in outputs if choice not in self._contest_of}):
             own = mix.combine(site, choice, {k: x for c, k, x in outputs if c == choice})
@@ -226,10 +226,6 @@ class Combiner:
         present = [x for x in found if x is not None]
         return total(present) if present else None
 
-    def sum_alike(self, outputs: Tensor, entries: Sequence[tuple[int, int]], mix: WeightMix, site: int) -> Tensor:
-        """The weighted sum of outputs [n, entries, c, h, w]; entries: choice and candidate of each."""
-        return stacked_sum(outputs, self._weights(entries, mix, site))
-
     def sum_bypassed(
         self, node: int, rests: Mapping[int, Tensor], mix: WeightMix, site: int, factors: Tensor | None
     ) -> Tensor | None:
@@ -241,14 +237,14 @@ class Combiner:
         choices = [choice for choice in self._table.incoming(node) if live[choice]]
         if not choices:
             return None
-        weights = self._weights([(choice, k) for choice in choices for k in live[choice]], mix, site)
+        weights = self.weights_of([(choice, k) for choice in choices for k in live[choice]], mix, site)
         shares = torch.stack([own.sum() for own in torch.split(weights, [len(live[choice]) for choice in choices])])
         terms = [rests[self._table.choices[choice].source] for choice in choices]
         if factors is not None:
             terms = [scaled(x, factors, choice) for choice, x in zip(choices, terms, strict=True)]
         return weighted_sum(terms, shares)
 
-    def _weights(self, entries: Sequence[tuple[int, int]], mix: WeightMix, site: int) -> Tensor:
+    def weights_of(self, entries: Sequence[tuple[int, int]], mix: WeightMix, site: int) -> Tensor:
         """The weights [entries] of a mix by choice and candidate."""
         weights = mix.weights(site).flatten()
         index = self._index(weights.device, tuple(choice * self._width + k for choice, k in entries))

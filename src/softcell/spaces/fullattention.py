@@ -31,7 +31,7 @@ from softcell.nn.candidates import Spec, get_candidate
 from softcell.nn.conv import AveragePool
 from softcell.nn.fused_blocks import FusedBlocks
 from softcell.nn.norm import updates_together
-from softcell.nn.stack import block_key
+from softcell.nn.stack import block_key, weights_together
 from softcell.spaces.base import Network, Shape, Space, Supernet, global_pool, register_space
 from softcell.spaces.cell import MixedChain, PickedChain, check_chain
 from softcell.spaces.execution import compute_type, plan_network
@@ -235,11 +235,13 @@ class FullAttentionSupernet(Supernet):
 
     def features(self, x: Tensor, mix: Mix) -> list[Tensor]:
         x = self.skeleton.begin(x)
+        chains = [cell for cell in self.cells if isinstance(cell, MixedChain)]
         found = []
-        for site, cell in enumerate(self.cells):
-            x = cell([x], mix, site)[-1]
-            if self._is_last[site]:
-                found.append(x)
+        with weights_together([own for site, cell in enumerate(chains) for own in cell.stacked(mix, site, x)], x):
+            for site, cell in enumerate(chains):
+                x = cell([x], mix, site)[-1]
+                if self._is_last[site]:
+                    found.append(x)
         return found
 
     def head(self, features: Tensor) -> Tensor:
