@@ -9,10 +9,11 @@ These classes own no parameters: weights and running statistics stay in the modu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +26,7 @@ from softcell.nn.norm import recomputed
 from softcell.nn.stack import grouped, run_stacked, stack_key
 from softcell.spaces._fused_cell import FusedCell, Norms, prepared
 from softcell.spaces._fused_plan import Entry, Form, plan, plan_apart, remembered_form
-from softcell.spaces.block import watched
+from softcell.spaces.block import Block, watched
 from softcell.spaces.edges import Bottleneck, NodeInputs, PartialChannels, node_value
 from softcell.spaces.execution import Execution, is_modules_only, plan_modules, shares_activations
 from softcell.spaces.execution import plan as plan_execution
@@ -47,10 +48,11 @@ def run_by_node(
     factors [choices, n]: of drop-path. execution: anything except `FUSED_CELL`.
     """
     values = list(states)
-    inputs: dict[int, NodeInputs] = {target: NodeInputs([], [], set()) for target in cell.table.targets}
+    inputs: dict[int, NodeInputs] = {target: NodeInputs() for target in cell.table.targets}
     executors: dict[int, NodeExecutor] = {}
     rests: dict[int, Tensor] = {}  # values that bypass the candidates, by source
     chosen = {} if cell.block is None else cell.block.read_weights(mix, site, factors)
+    weights = _program_weights(cell, mix, site) if execution is Execution.FUSED_SUMS else None
     for node in range(max(cell.table.targets) + 1):
         if node >= cell.inputs:
             if cell.block is None:
@@ -77,8 +79,8 @@ def run_by_node(
             if cell.partial is not None:
                 rests[node] = cell.partial.bypass(values[node], cell.stride_from(node))
             summed, made = False, dict[int, Tensor]()
-            if execution is Execution.FUSED_SUMS:
-                summed = run_node_sums(cell, node, executor, mix, site, factors, inputs)
+            if weights is not None:
+                summed = run_node_sums(cell, node, executor, mix, site, factors, inputs, weights)
             elif execution is Execution.FUSED_OUTPUTS:
                 made = run_node_outputs(cell, node, executor, mix, site)
             rest = None if isinstance(mix, WeightMix) else rests.get(node)
@@ -203,6 +205,46 @@ class NodeExecutor:
         return self._activated
 
 
+class _Weights(NamedTuple):
+    """The mixing weights [choices · width] of the programs of a cell, and the residual nodes whose share they hold."""
+
+    flat: Tensor
+    shares: Collection[int]
+
+
+_KNOWN: ContextVar[dict[Hashable, tuple[Tensor, _Weights]] | None] = ContextVar("known", default=None)
+"""By weights of a mix, table and live candidates those of programs, which all cells of a kind share in a pass."""
+
+
+def _program_weights(cell: MixedCell, mix: Mix, site: int) -> _Weights:
+    """The weights of the programs that add up the features of nodes."""
+    assert isinstance(mix, WeightMix)
+    own, live = mix.weights(site), mix.live(site)
+    places = {} if cell.block is None else dict(_identities(cell, cell.block, live))
+    if cell.block is None or not places:
+        return _Weights(own.flatten(), ())
+    known = _KNOWN.get()
+    key = id(own), cell.table.name, live
+    if known is not None and key in known:
+        return known[key][1]
+    found = _Weights(cell.block.with_shares(own, places).flatten(), places)
+    if known is not None:
+        known[key] = own, found  # with the tensor itself, so that no other gets its id
+    return found
+
+
+def _identities(cell: MixedCell, block: Block, live: Live | None) -> Iterator[tuple[int, tuple[frozenset[int], int]]]:
+    """Residual nodes whose live features are one program with an identity, these features, and the identity."""
+    for node, source in block.residual.items():
+        form = cell.node_sums.of(source, live, cell.stride_from(source))
+        if form is None or node not in form.candidates:
+            continue
+        for k, entry in cell.live_features(source, live):
+            if entry.target == node and type(entry.module) is nn.Identity:
+                yield node, (form.candidates[node], k)
+                break
+
+
 @contextmanager
 def mixed_pass(cells: Iterable[MixedCell], mix: Mix, x: Tensor) -> Iterator[None]:
     """Within this context, which a pass of all cells of a supernet needs only for speed, fused cells share launches.
@@ -216,8 +258,12 @@ def mixed_pass(cells: Iterable[MixedCell], mix: Mix, x: Tensor) -> Iterator[None
         if plan_execution(cell, mix, site, x) is Execution.FUSED_CELL
         and (form := cell.fused(mix.live(site))) is not None
     ]
-    with prepared(forms, x):
-        yield
+    token = _KNOWN.set({})
+    try:
+        with prepared(forms, x):
+            yield
+    finally:
+        _KNOWN.reset(token)
 
 
 def run_fused_cell(
@@ -237,18 +283,19 @@ def run_node_sums(
     site: int,
     factors: Tensor | None,
     inputs: Mapping[int, NodeInputs],
+    weights: _Weights,
 ) -> bool:
     """Runs the outgoing features of a node as one program; returns False if they must run one by one."""
-    assert isinstance(mix, WeightMix)
     form = cell.node_sums.of(node, mix.live(site), cell.stride_from(node))
     if form is None:
         return False
     if factors is not None and cell.block is not None:
         factors = cell.block.undropped(factors)
-    _, *sums = form.cell([executor.value()], mix.weights(site).flatten(), factors)
+    _, *sums = form.cell([executor.value()], weights.flat, factors)
     for (target, candidates), value in zip(form.candidates.items(), sums, strict=True):
         inputs[target].sums.append(value)
         inputs[target].summed.update(candidates)
+        inputs[target].has_share = target in weights.shares
     return True
 
 

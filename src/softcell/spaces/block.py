@@ -21,7 +21,7 @@ calibration weighs 1/m among the m connections that its choice keeps, as it woul
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence, Set
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
@@ -119,6 +119,7 @@ class Block:
         self.residual = {node: table.choices[choice].source for node, choice in self._choices.items()}
         self._positions: dict[Live | None, list[tuple[int, ...]] | None] = {}
         self._columns: dict[tuple[torch.device, int, tuple[int, ...]], Tensor] = {}
+        self._masks: dict[tuple[torch.device, torch.dtype, Hashable], tuple[Tensor, Tensor]] = {}
 
     def value(
         self,
@@ -144,8 +145,9 @@ class Block:
         if x is not None:
             # `sum`, not `combine`: drop-path never drops the sum of a residual node.
             base = inputs.plus(self._combiner.sum(features, mix, site))
-            rest = self.rest(node, inputs.summed | {k for _, k, _ in features}, x, mix, site) * x
-            base = rest if base is None else base + rest
+            if not inputs.has_share:
+                rest = self.rest(node, inputs.summed | {k for _, k, _ in features}, x, mix, site) * x
+                base = rest if base is None else base + rest
         else:
             base = inputs.plus(self._combiner.combine(features, mix, site, factors))
         if base is None:
@@ -219,6 +221,23 @@ class Block:
             combined = mix.combine(site, choice, dict.fromkeys(features, one))
             taken = torch.zeros_like(one) if combined is None else combined
         return (1.0 - taken).clamp(min=0.0)
+
+    def with_shares(self, weights: Tensor, places: Mapping[int, tuple[Set[int], int]]) -> Tensor:
+        """Mixing weights [choices, width] in which identities also carry the share of their source (`rest`).
+
+        places: by residual node its live features, and which of them is the identity. A program that adds up the
+        features then adds the share, too.
+        """
+        key = tuple((self._choices[node], tuple(sorted(own)), k) for node, (own, k) in sorted(places.items()))
+        if (weights.device, weights.dtype, key) not in self._masks:
+            features, identities = (torch.zeros(weights.shape) for _ in range(2))
+            for choice, own, k in key:
+                features[choice, list(own)] = 1.0
+                identities[choice, k] = 1.0
+            self._masks[weights.device, weights.dtype, key] = features.to(weights), identities.to(weights)
+        features, identities = self._masks[weights.device, weights.dtype, key]
+        taken = (weights * features).sum(1, keepdim=True)
+        return torch.addcmul(weights, (1.0 - taken).clamp(min=0.0), identities)
 
     def read_weights(self, mix: Mix, site: int, factors: Tensor | None) -> Chosen:
         """The weights of all calibrations at once, where the mix is plain weights."""
