@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from softcell.nn import calibrate
+from softcell.nn import calibrate, stack
 from softcell.nn.calibrate import (
     LARGEST_ON_CPU,
     Calibration,
@@ -21,7 +21,7 @@ from softcell.nn.calibrate import (
     grouping_calibrations_pays,
     run_calibrations,
 )
-from softcell.nn.norm import BatchNorm2d
+from softcell.nn.norm import BatchNorm2d, updates_together
 from softcell.nn.stack import flat
 from tests.helpers.kernel_runs import without_tf32
 
@@ -119,6 +119,22 @@ def test_kernels_made_as_on_a_gpu_match_the_modules(names: str, monkeypatch: pyt
     # Kernels that are compressed to different widths are made plainly.
     sizes = sorted(25 if "5x5" in name else 9 for name in SETS[names] if "x" in name)
     assert [sorted(own) for own in asked] == ([] if names == "all, thrice" or not sizes else [sizes])
+
+
+@pytest.mark.parametrize("affine", [False, True], ids=["plain", "affine"])
+@pytest.mark.parametrize("names", list(SETS))
+def test_norms_as_on_a_gpu_match_the_modules(names: str, affine: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several widths share one norm; running statistics are updated at the end of a pass."""
+    monkeypatch.setattr(stack, "runs_triton", lambda x: True)  # the twin of the kernels runs
+    x, results = image(2, 33, 5, 6), []
+    for together in (False, True):
+        modules = made(SETS[names], 33, affine=affine)
+        with updates_together():
+            found = outcome(modules, x, together)
+        buffers = [buffer for module in modules for buffer in module.buffers()]
+        results.append([*found[: len(found) - len(buffers)], *buffers])
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(b, a, rtol=1e-9, atol=1e-10)
 
 
 def test_norms_in_another_mode_go_their_own_way() -> None:

@@ -36,7 +36,7 @@ from softcell.kernels.calibrate import calibrate, calibrate_reference, convolve,
 from softcell.kernels.mix import diagonal_blocks, scores_by_position
 from softcell.nn.candidates import Spec, candidate
 from softcell.nn.norm import BatchNorm2d
-from softcell.nn.stack import flat, grouped, has_hooks, norm_key, normalise
+from softcell.nn.stack import flat, grouped, has_hooks, norm_key, normalised
 
 ATTENTION_REDUCTION = 16
 KERNEL_REDUCTION = 8
@@ -352,7 +352,7 @@ class _Normed:
     def run(self, x: Tensor, weights: _Weights) -> dict[int, Tensor]:
         first = _entrance(self._all[0])
         y = _pointwise(x, weights.of(first), first.stride)
-        y = F.relu(normalise(y, [module.norm for module in self._all]))
+        y = normalised(y, [module.norm for module in self._all], relu=True)
         kernels: list[list[Any]] = [[*chain(*self._kernels)]] if self._kernels else []
         widths = [sum(module.norm.num_features for module in own) for own in [*kernels, *self._spatial]]
         # As rows: their gradients are then concatenated as rows too, the layout that norms read.

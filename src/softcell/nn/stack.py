@@ -22,6 +22,7 @@ itself differs between blocks. Everything before and after it runs for all block
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from itertools import groupby
 from typing import Any, TypeVar
 
 import torch
@@ -248,7 +249,7 @@ def _run(blocks: Sequence[AttentionBlock], x: Tensor) -> Tensor:
     rows = torch.relu(product(rows, _stacked([(a.project,) for a in attentions]).to(rows.dtype)))
     last, norms = zip(*(_conv_and_norm(block.expand) for block in blocks), strict=True)
     rows = product(rows, _stacked([(conv,) for conv in last]).to(rows.dtype))
-    y = _normed(rows.transpose(0, 1).reshape(n, h, w, -1).permute(0, 3, 1, 2), norms)
+    y = normalised(rows.transpose(0, 1).reshape(n, h, w, -1).permute(0, 3, 1, 2), norms)
     small, y = first.pool(x), first.pool(y)
     if isinstance(first.widen, nn.Identity):
         outputs: Tensor = y.unflatten(1, (count, -1)) + small[:, None]
@@ -282,10 +283,10 @@ def _alone(attention: Attention, packed: Tensor, *embeddings: Tensor) -> Tensor:
 def _linears(parts: Sequence[nn.Module], x: Tensor, *, relu: bool = False) -> Tensor:
     """Convolutions of x [n, c, h, w] with their norms, concatenated: [n, parts · c', h, w]"""
     convs, norms = zip(*(_conv_and_norm(part) for part in parts), strict=True)
-    return _normed(F.conv2d(x, torch.cat([conv.weight for conv in convs])), norms, relu=relu)
+    return normalised(F.conv2d(x, torch.cat([conv.weight for conv in convs])), norms, relu=relu)
 
 
-def _normed(y: Tensor, norms: Sequence[nn.BatchNorm2d], *, relu: bool = False) -> Tensor:
+def normalised(y: Tensor, norms: Sequence[nn.BatchNorm2d], *, relu: bool = False) -> Tensor:
     """`normalise`, then ReLU if asked; by kernels, running statistics are updated with those of all other norms."""
     first = norms[0]
     if not (first.training and runs_triton(y)) or shares_norms():
@@ -296,8 +297,13 @@ def _normed(y: Tensor, norms: Sequence[nn.BatchNorm2d], *, relu: bool = False) -
     )
     y, mean, variance = normed(y, scale, shift, first.eps, relu=relu)
     rows = y.numel() // y.shape[1]
-    planes = (mean.view(len(norms), -1), variance.view(len(norms), -1))
-    update_running_by_plane(list(enumerate(norms)), *planes, rows / max(rows - 1, 1))
+    start = 0
+    for width, alike in groupby(norms, lambda norm: norm.num_features):
+        own = list(enumerate(alike))
+        end = start + len(own) * width
+        planes = mean[start:end].view(-1, width), variance[start:end].view(-1, width)
+        update_running_by_plane(own, *planes, rows / max(rows - 1, 1))
+        start = end
     return y
 
 
