@@ -245,6 +245,16 @@ def _identities(cell: MixedCell, block: Block, live: Live | None) -> Iterator[tu
                 break
 
 
+def _programs(cell: MixedCell, mix: Mix, site: int, x: Tensor) -> Iterator[FusedCell]:
+    """The programs that a cell will run, of the whole cell or of the sums of its nodes."""
+    execution, live = plan_execution(cell, mix, site, x), mix.live(site)
+    if execution is Execution.FUSED_CELL and (whole := cell.fused(live)) is not None:
+        yield whole
+    elif execution is Execution.FUSED_SUMS:
+        forms = (cell.node_sums.of(node, live, cell.stride_from(node)) for node in cell.leaving)
+        yield from (form.cell for form in forms if form is not None)
+
+
 @contextmanager
 def mixed_pass(cells: Iterable[MixedCell], mix: Mix, x: Tensor) -> Iterator[None]:
     """Within this context, which a pass of all cells of a supernet needs only for speed, fused cells share launches.
@@ -252,12 +262,7 @@ def mixed_pass(cells: Iterable[MixedCell], mix: Mix, x: Tensor) -> Iterator[None
     Their weights are flattened and converted, and running statistics collected, together. x: any tensor of the batch,
     [n, ...].
     """
-    forms = [
-        form
-        for site, cell in enumerate(cells)
-        if plan_execution(cell, mix, site, x) is Execution.FUSED_CELL
-        and (form := cell.fused(mix.live(site))) is not None
-    ]
+    forms = [form for site, cell in enumerate(cells) for form in _programs(cell, mix, site, x)]
     token = _KNOWN.set({})
     try:
         with prepared(forms, x):
