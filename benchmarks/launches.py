@@ -228,7 +228,8 @@ def as_on_a_gpu(counter: _Counter, *, together: bool) -> Iterator[None]:
         stack.enter_context(patch.object(indicator, "triton_kernels", lambda family: _Indicator(counter)))
         for module in (calibrate, calibrations):
             stack.enter_context(patch.object(module, "fits", lambda x, compressed, taps: together))
-        stack.enter_context(patch.object(calibrate, "runs_triton", lambda x: together))
+        for module in (calibrate, _executors):
+            stack.enter_context(patch.object(module, "runs_triton", lambda x: together))
         stack.enter_context(patch.object(calibrate, "triton_kernels", lambda family: _Calibrate(counter)))
         for module in (_executors, block):
             stack.enter_context(patch.object(module, "is_modules_only", lambda: not together))

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from softcell.arch import Live, WeightMix
-from softcell.spaces import Supernet, build_space, execution
+from softcell.nn import calibrate
+from softcell.spaces import Supernet, _executors, build_space, execution
+from softcell.spaces._calibration_sums import CalibrationSums
 from softcell.spaces.block import Block
 from softcell.spaces.execution import is_modules_only, modules_only
 
@@ -19,9 +21,21 @@ WITHOUT_SKIP = {"features": ("sep_conv_3x3", "avg_pool_3x3")}
 
 
 @pytest.fixture(autouse=True)
-def programs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Cells on the CPU take the GPU code path."""
+def added(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Cells on the CPU take the GPU code path; how many sums each node that calibrates added to."""
+    found: list[int] = []
+
+    def noted(sums: CalibrationSums, node: int, value: Any) -> bool:
+        done = plainly(sums, node, value)
+        found.append(len(sums._pending[-1].targets) if done else 0)
+        return done
+
+    plainly = CalibrationSums.add
+    monkeypatch.setattr(CalibrationSums, "add", noted)
     monkeypatch.setattr(execution, "kernels_serve", lambda x: not is_modules_only())
+    monkeypatch.setattr(_executors, "runs_triton", lambda x: True)
+    monkeypatch.setattr(calibrate, "fits", lambda x, compressed, taps: True)
+    return found
 
 
 @pytest.fixture
@@ -85,28 +99,38 @@ def require_equal(found: list[Tensor | None], expected: list[Tensor | None], tol
             torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance * largest)
 
 
+EVERY = [2, 2, 1, 1, 1] * 3
+"""Of three cells: from inputs to both surrogates, from a surrogate to its node, from the first node to a surrogate."""
+
+
 @pytest.mark.parametrize(
-    ("how", "num_shares"),
+    ("how", "num_shares", "num_sums"),
     [
-        ({}, [2, 2]),  # one for the normal cell, one for the two reduction cells
-        ({"training": False}, [2, 2]),
-        ({"dropping": True}, [2, 2]),
-        ({"scale": 3.0}, [2, 2]),  # some sources get no share
-        ({"run": (0, 4, 6, 7, 10)}, [2, 2]),
-        ({"run": (0, 4, 8, 9)}, []),  # no identity
-        ({"run": (6,)}, []),  # identities alone need no program
-        ({"space": WITHOUT_SKIP}, []),
+        ({}, [2, 2], EVERY),  # shares of the normal cell, and of the two reduction cells
+        ({"training": False}, [2, 2], EVERY),
+        ({"dropping": True}, [2, 2], []),  # each edge has a factor of its own
+        ({"scale": 3.0}, [2, 2], EVERY),  # some sources get no share
+        ({"run": (0, 4, 6, 7, 10)}, [2, 2], EVERY),
+        ({"run": (0, 4, 8, 9)}, [], EVERY),  # no identity
+        ({"run": (0, 7, 8)}, [], []),  # no kernel
+        ({"run": (0, 8, 10)}, [], EVERY),
+        ({"run": (6,)}, [], []),  # identities alone need no program
+        ({"run": (6, 9)}, [], EVERY),
+        ({"space": WITHOUT_SKIP}, [], EVERY),
+        ({"space": {"share_features": True}}, [2, 2], [0, 0, 1, 1, 1] * 3),  # a module that two edges share
+        ({"space": {"dynamics": ("dynamic_conv_3x3", "dil_dynamic_conv_5x5")}}, [2, 2], []),
+        ({"space": {"nodes": 3}}, [3, 3], [3, 3, 1, 2, 1, 1, 1] * 3),
     ],
-    ids=["plain", "evaluation", "dropping", "beyond one", "some", "without skip", "only skip", "none has one"],
+    ids=str,
 )
 def test_programs_of_nodes_compute_what_modules_compute(
-    how: dict[str, Any], num_shares: list[int], shares: list[int]
+    how: dict[str, Any], num_shares: list[int], num_sums: list[int], shares: list[int], added: list[int]
 ) -> None:
     given = {"space": {}, **how}
     found = outcome(plain=False, **given)
-    assert shares == num_shares
+    assert shares == num_shares and added == num_sums
     expected = outcome(plain=True, **given)
-    assert shares == num_shares, "only programs read such weights"
+    assert shares == num_shares and added == num_sums, "only programs read such weights"
     require_equal(found, expected, 1e-6 if "dropping" in how else 1e-9)  # drop-path's factors are float32
 
 

@@ -9,30 +9,41 @@ These classes own no parameters: weights and running statistics stay in the modu
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from softcell.arch import Live, Mix, WeightMix
+from softcell.kernels.backend import runs_triton
 from softcell.kernels.norm import scaled
 from softcell.nn.calibrate import Calibration, run_calibrations
 from softcell.nn.conv import FactorisedReduction, ReLUFirst
 from softcell.nn.norm import recomputed
 from softcell.nn.stack import grouped, run_stacked, stack_key
+from softcell.spaces._calibration_sums import CalibrationSums, Source, plan_source, weights_of
 from softcell.spaces._fused_cell import FusedCell, Norms, prepared
 from softcell.spaces._fused_plan import Entry, Form, plan, plan_apart, remembered_form
 from softcell.spaces.block import Block, watched
 from softcell.spaces.edges import Bottleneck, NodeInputs, PartialChannels, node_value
-from softcell.spaces.execution import Execution, is_modules_only, plan_modules, shares_activations
+from softcell.spaces.execution import (
+    Execution,
+    compute_type,
+    is_modules_only,
+    plan_modules,
+    shares_activations,
+)
 from softcell.spaces.execution import plan as plan_execution
 
 if TYPE_CHECKING:
     from softcell.spaces.cell import MixedCell
+
+T = TypeVar("T")
 
 
 def run_by_node(
@@ -51,7 +62,8 @@ def run_by_node(
     inputs: dict[int, NodeInputs] = {target: NodeInputs() for target in cell.table.targets}
     executors: dict[int, NodeExecutor] = {}
     rests: dict[int, Tensor] = {}  # values that bypass the candidates, by source
-    chosen = {} if cell.block is None else cell.block.read_weights(mix, site, factors)
+    chosen = functools.cache(lambda: {} if cell.block is None else cell.block.read_weights(mix, site, factors))
+    calibrations = _calibration_sums(cell, mix, site, factors, states[0])
     weights = _program_weights(cell, mix, site) if execution is Execution.FUSED_SUMS else None
     for node in range(max(cell.table.targets) + 1):
         if node >= cell.inputs:
@@ -59,6 +71,8 @@ def run_by_node(
                 value = inputs[node].plus(cell.combiner.combine(inputs[node].outputs, mix, site, factors))
             else:
                 x = executors[cell.block.residual[node]].value() if node in cell.block.residual else None
+                if calibrations is not None:
+                    inputs[node].calibrations.extend(calibrations.take(node))
                 value = cell.block.value(node, inputs[node], x, chosen, mix, site, factors)
             if cell.partial is None:
                 value = node_value(node, value, states[0], cell.spec, cell.bottleneck)
@@ -84,7 +98,8 @@ def run_by_node(
             elif execution is Execution.FUSED_OUTPUTS:
                 made = run_node_outputs(cell, node, executor, mix, site)
             rest = None if isinstance(mix, WeightMix) else rests.get(node)
-            _run_modules(cell, node, executor, mix, site, factors, inputs, made, rest, calibrations_only=summed)
+            own = (cell, node, executor, mix, site, factors, inputs, made, rest, calibrations)
+            _run_modules(*own, calibrations_only=summed)
             watch = watched(site)
             if watch is not None and watch.source == node:
                 watch.made = _all_outputs(cell, watch.choice, executor)
@@ -101,12 +116,14 @@ def _run_modules(
     inputs: Mapping[int, NodeInputs],
     made: Mapping[int, Tensor],
     rest: Tensor | None,
+    calibrations: CalibrationSums | None,
     *,
     calibrations_only: bool,
 ) -> None:
     """Adds the outputs of a node's live outgoing candidates to the inputs of their targets; made: known outputs.
 
     rest: the values that bypass the candidates, for mixes that combine outputs of all channels themselves.
+    calibrations: adds up those whose target is reached.
     """
     live = mix.live(site)
     leaving = [
@@ -116,8 +133,10 @@ def _run_modules(
     ]
     if calibrations_only:
         leaving = [one for one in leaving if isinstance(one[-1], Calibration)]
-    again = {choice: mix.recomputes(site, choice) for choice, *_ in leaving}
     width, reached = cell.table.width, cell.reached(live)
+    if calibrations is not None and calibrations.add(node, executor.value):
+        leaving = [one for one in leaving if not (isinstance(one[-1], Calibration) and one[-2] in reached)]
+    again = {choice: mix.recomputes(site, choice) for choice, *_ in leaving}
     # Recomputed choices run one by one below, since a group would keep their activations.
     executor.together(
         module
@@ -212,8 +231,19 @@ class _Weights(NamedTuple):
     shares: Collection[int]
 
 
-_KNOWN: ContextVar[dict[Hashable, tuple[Tensor, _Weights]] | None] = ContextVar("known", default=None)
-"""By weights of a mix, table and live candidates those of programs, which all cells of a kind share in a pass."""
+_KNOWN: ContextVar[dict[Hashable, tuple[Tensor, Any]] | None] = ContextVar("known", default=None)
+"""What is made of the weights of a mix, which all cells of a kind share in a pass."""
+
+
+def _once(weights: Tensor, key: Hashable, make: Callable[[], T]) -> T:
+    """`make()`, once in a pass of all cells for these weights of a mix and this key."""
+    known = _KNOWN.get()
+    if known is None:
+        return make()
+    if (id(weights), key) not in known:
+        known[id(weights), key] = weights, make()  # with the tensor itself, so that no other gets its id
+    found: T = known[id(weights), key][1]
+    return found
 
 
 def _program_weights(cell: MixedCell, mix: Mix, site: int) -> _Weights:
@@ -221,16 +251,11 @@ def _program_weights(cell: MixedCell, mix: Mix, site: int) -> _Weights:
     assert isinstance(mix, WeightMix)
     own, live = mix.weights(site), mix.live(site)
     places = {} if cell.block is None else dict(_identities(cell, cell.block, live))
-    if cell.block is None or not places:
+    block = cell.block
+    if block is None or not places:
         return _Weights(own.flatten(), ())
-    known = _KNOWN.get()
-    key = id(own), cell.table.name, live
-    if known is not None and key in known:
-        return known[key][1]
-    found = _Weights(cell.block.with_shares(own, places).flatten(), places)
-    if known is not None:
-        known[key] = own, found  # with the tensor itself, so that no other gets its id
-    return found
+    key = cell.table.name, live
+    return _once(own, key, lambda: _Weights(block.with_shares(own, places).flatten(), places))
 
 
 def _identities(cell: MixedCell, block: Block, live: Live | None) -> Iterator[tuple[int, tuple[frozenset[int], int]]]:
@@ -253,6 +278,34 @@ def _programs(cell: MixedCell, mix: Mix, site: int, x: Tensor) -> Iterator[Fused
     elif execution is Execution.FUSED_SUMS:
         forms = (cell.node_sums.of(node, live, cell.stride_from(node)) for node in cell.leaving)
         yield from (form.cell for form in forms if form is not None)
+
+
+def _calibration_sums(
+    cell: MixedCell, mix: Mix, site: int, factors: Tensor | None, x: Tensor
+) -> CalibrationSums | None:
+    """The sums of calibrations of a cell in this pass, where a GPU forms them at once; x: an input node."""
+    block = cell.block
+    if block is None or not block.sums_at_once(mix, site, factors) or watched(site) is not None or not runs_triton(x):
+        return None
+    live, width = mix.live(site), cell.table.width
+    if any(mix.recomputes(site, choice) for choice in range(len(cell.table))):
+        return None
+    reached, sources = cell.reached(live), dict[int, Source]()
+    for node, leaving in cell.leaving.items():
+        edges = [
+            (module, target, choice * width + k)
+            for entry, choice, k, target in leaving
+            if (live is None or k in live[choice]) and target in reached
+            if isinstance(module := cell.edges.module(entry), Calibration)
+        ]
+        source = plan_source(edges) if edges else None
+        if source is not None:
+            sources[node] = source
+    if not sources:
+        return None
+    own, dtype, forms = mix.weights(site), compute_type(x), tuple(source.form for source in sources.values())
+    weights = _once(own, (forms, dtype), lambda: weights_of(own.flatten(), forms, dtype, block.constants))
+    return CalibrationSums(dict(zip(sources, zip(sources.values(), weights, strict=True), strict=True)))
 
 
 @contextmanager

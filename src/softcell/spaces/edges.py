@@ -13,6 +13,7 @@ from softcell.arch import Mix, Pick, Table, WeightMix
 from softcell.errors import UserError
 from softcell.kernels.mix import stacked_sum, weighted_sum
 from softcell.kernels.norm import scaled
+from softcell.nn.calibrate import Calibration
 from softcell.nn.candidates import Spec, get_candidate
 
 SpecOf = Callable[[int], Spec]
@@ -170,6 +171,7 @@ class NodeInputs:
     sums: list[Tensor] = field(default_factory=list)  # of features, weighted (and dropped) already
     summed: set[int] = field(default_factory=set)  # the candidates in these sums
     has_share: bool = False  # the sums contain the share of a residual node's source
+    calibrations: list[tuple[Calibration, Tensor]] = field(default_factory=list)  # weighted sums already
 
     def plus(self, value: Tensor | None) -> Tensor | None:
         """The sums and `value`, the sum of the other features."""
