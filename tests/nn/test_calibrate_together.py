@@ -137,6 +137,22 @@ def test_norms_as_on_a_gpu_match_the_modules(names: str, affine: bool, monkeypat
         torch.testing.assert_close(b, a, rtol=1e-9, atol=1e-10)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+def test_the_gradient_of_a_product_is_added_to_that_of_its_rows(dtype: torch.dtype) -> None:
+    x, weight = image(2, 6, 4).to(dtype).requires_grad_(), image(3, 4).to(dtype).requires_grad_()
+    results = []
+    for entered in (calibrate._Entered.apply, lambda x, weight: (x, x @ weight.t())):
+        rows, y = entered(x * 1, weight * 1)
+        loss = (rows.square() * image(2, 6, 4).to(dtype)).sum() + y.sin().sum()
+        plain = torch.autograd.grad(loss, (x, weight), retain_graph=True)
+        first = torch.autograd.grad(loss, (x, weight), create_graph=True)
+        second = torch.autograd.grad(sum(g.square().sum() for g in first), (x, weight))
+        results.append([rows, y, *plain, *first, *second])
+    for a, b in zip(*results, strict=True):
+        tolerance = 1e-10 if dtype == torch.float64 else 5e-2
+        torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance * float(b.detach().abs().max()))
+
+
 def test_norms_in_another_mode_go_their_own_way() -> None:
     x, names = image(3, 16, 4, 4), ("3x3", "spatial", "5x5", "3x3", "spatial")
     results = []

@@ -32,6 +32,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from softcell.kernels.backend import is_wanted
 from softcell.kernels.calibrate import calibrate, calibrate_reference, convolve, dynamic_kernels, fits
 from softcell.kernels.mix import diagonal_blocks, scores_by_position
 from softcell.nn.candidates import Spec, candidate
@@ -323,13 +324,39 @@ def run_together(modules: Together, x: Tensor) -> tuple[Tensor, Tensor | None] |
     first, last = (_Normed(lists),) * 2 if alike else (_Normed(lists[:-1]), _Normed(lists[-1:]))
     stacks = [*first.stacks(), *(() if alike else last.stacks())]
     weights = _Weights([*_excited(channel), *stacks], dtype)
-    hidden = first.hidden(x, weights)
-    found = [first.taps(rows, hidden, weights)]
-    if channel:
-        attentions = _channel_attentions(channel, _mean(x), weights).flatten(2).transpose(0, 1)
-        found.append(attentions.to(found[0].dtype))
+    rows, entered = _Entered.apply(rows, weights.of(kernels[0].compress))  # type: ignore[no-untyped-call]
+    hidden = first.hidden(x, weights, entered)
+    squeeze = weights.of(channel[0].squeeze) if channel else None
+    excite = weights.of(channel[0].excite).view(len(channel), x.shape[1], -1) if channel else None
+    made = first.taps(rows, hidden, weights, squeeze, excite)
     maps = last.maps(x, hidden if alike else last.hidden(x, weights), weights)
-    return torch.cat(found, 1) if channel else found[0], maps[0].transpose(0, 1) if maps else None
+    return made, maps[0].transpose(0, 1) if maps else None
+
+
+class _Entered(torch.autograd.Function):
+    """rows [n, p, c] for one reader alone, and their product with a weight [d, c]: [n, p, d]
+
+    The gradient of the product is added to that of the reader while it is computed.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(rows, weight)
+        ctx.set_materialize_grads(False)
+        return rows.view_as(rows), F.linear(rows, weight)
+
+    @staticmethod
+    def backward(ctx: Any, back: Tensor | None, gradient: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+        rows, weight = ctx.saved_tensors
+        if gradient is None:
+            return back, None
+        flat_gradient = gradient.reshape(-1, weight.shape[0])
+        dweight = flat_gradient.t() @ rows.reshape(-1, weight.shape[1]) if is_wanted(ctx, 1) else None
+        if back is None or torch.is_grad_enabled() or not back.is_contiguous():
+            product = (flat_gradient @ weight).view_as(rows)
+            return product if back is None else back + product, dweight
+        back.view(-1, weight.shape[1]).addmm_(flat_gradient, weight)  # nothing else reads it
+        return back, dweight
 
 
 def _excited(modules: Sequence[ChannelAttention]) -> list[list[nn.Conv2d]]:
@@ -423,13 +450,16 @@ class _Normed:
             made |= _by_id(own, maps[:, :, None], dim=1)
         return made
 
-    def hidden(self, x: Tensor, weights: _Weights) -> list[Tensor]:
+    def hidden(self, x: Tensor, weights: _Weights, entered: Tensor | None = None) -> list[Tensor]:
         """relu(norm(W1 x)) of x [n, c, h, w]: of all kernels [n, h'·w', Σ c/8], if any, and of each list of attentions.
 
-        The stride is that of the modules.
+        The stride is that of the modules. entered: W1 x as rows, if it is known.
         """
         first = _entrance(self._all[0])
-        y = _pointwise(x, weights.of(first), first.stride)
+        if entered is None:
+            y = _pointwise(x, weights.of(first), first.stride)
+        else:
+            y = entered.view(len(x), *x.shape[2:], -1).permute(0, 3, 1, 2)
         y = normalised(y, [module.norm for module in self._all], relu=True)
         lists: list[list[Any]] = [self.every] if self.every else []
         widths = [sum(module.norm.num_features for module in own) for own in [*lists, *self.spatial]]
@@ -447,10 +477,11 @@ class _Normed:
             found.append(torch.sigmoid(F.conv2d(image, gather, padding=1, groups=len(own))))
         return found
 
-    def taps(self, rows: Tensor, hidden: Sequence[Tensor], weights: _Weights) -> Tensor:
-        """Kernels [n, Σ k², c] from the rows of x [n, h·w, c], where kernels have one width."""
+    def taps(self, rows: Tensor, hidden: Sequence[Tensor], weights: _Weights, *attentions: Tensor | None) -> Tensor:
+        """`dynamic_kernels` of the rows of x [n, h·w, c], where kernels have one width."""
         score, (decode,) = weights.of(self.every[0].score), self._decode(rows.shape[2], weights)
-        return dynamic_kernels(rows, hidden[0], score, decode, tuple(module.size**2 for module in self.every))
+        taps = tuple(module.size**2 for module in self.every)
+        return dynamic_kernels(rows, hidden[0], score, decode, taps, *attentions)
 
     def _decode(self, channels: int, weights: _Weights) -> list[Tensor]:
         return [weights.of(own[0].decode).view(len(own), channels, -1) for own in self.decoded()]
