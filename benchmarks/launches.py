@@ -170,6 +170,25 @@ class _Calibrate:
         self._of_maps = counter.as_kernel("dynamic_kernels_gradient", 1, self._gradients)
         self._of_weights = counter.as_kernel("dynamic_kernels_gradient", 5, self._gradients)  # two sums, conversions
 
+        self.spatial_sums = counter.as_kernel("spatial_sums", 1, self._spatial_sums)
+        self._of_hidden = counter.as_kernel("spatial_sums_gradient", 1, self._spatial_gradient)
+        self._of_sums = counter.as_kernel("spatial_sums_gradient", 3, self._spatial_gradient)  # a sum, a conversion
+
+    def _spatial_sums(self, *given: Any) -> tuple[Tensor, Tensor]:
+        made = calibrate.spatial_sums_reference(*given)
+        return made, made
+
+    def spatial_sums_gradient(self, *given: Any) -> tuple[Tensor | None, ...]:
+        return (self._of_sums if given[-1] else self._of_hidden)(*given)  # type: ignore[no-any-return]
+
+    def _spatial_gradient(
+        self, hidden: Tensor, gather: Tensor, weights: Tensor, maps: Tensor, gradient: Tensor, sums: bool
+    ) -> tuple[Tensor, ...]:
+        own = [one.detach().requires_grad_() for one in (hidden, gather, weights)]
+        with torch.enable_grad():
+            y = calibrate.spatial_sums_reference(own[0], own[1], own[2], None, (maps.shape[2], maps.shape[3]))
+        return torch.autograd.grad(y, own, gradient)
+
     def _calibrate(self, rows: Tensor, *more: Any) -> Tensor:
         return calibrate.calibrate_reference(rows.permute(0, 3, 1, 2), *more).permute(0, 2, 3, 1)
 

@@ -18,6 +18,9 @@ forward and two dozen backward. Many of them are copies, since torch needs the s
 its channels. The Triton kernels read channels-last maps directly, with one launch forward and two backward. Attentions
 alone run by the same kernels: a is then a kernel of one tap, and with s alone there is no tap.
 
+`spatial_sums` makes the spatial attentions of several modules and adds them, weighted, to the sums of their targets:
+one launch each way, where torch takes three forward and six or more backward.
+
 Each has a plain twin named `_reference`.
 """
 
@@ -131,6 +134,67 @@ def _laid(given: Sequence[Tensor | None], taps: tuple[int, ...]) -> tuple[Any, .
     rows = x.contiguous(), compressed if compressed.stride(2) == 1 else compressed.contiguous()
     more = (None if one is None else one.contiguous() for one in (squeeze, excite))
     return *rows, score.contiguous(), decode.contiguous(), taps, *more
+
+
+def spatial_sums(
+    hidden: Tensor, gather: Tensor, weights: Tensor, before: Tensor | None, size: tuple[int, int]
+) -> Tensor:
+    """before + w_m σ(W2 * hidden) for each module m [modules, n, h, w], W2 a 3×3 convolution.
+
+    hidden [n, h·w, modules · r]; gather W2 [modules, 3, 3, r]; weights w [modules]; before: like the result, None for
+    zeros; size: h and w.
+    """
+    if not runs_triton(hidden):
+        return spatial_sums_reference(hidden, gather, weights, before, size)
+    return _SpatialSums.apply(hidden, gather, weights, before, size)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def spatial_sums_reference(
+    hidden: Tensor, gather: Tensor, weights: Tensor, before: Tensor | None, size: tuple[int, int]
+) -> Tensor:
+    """The plain twin of `spatial_sums`."""
+    image = hidden.transpose(1, 2).reshape(len(hidden), -1, *size)
+    maps = torch.sigmoid(F.conv2d(image, gather.permute(0, 3, 1, 2), padding=1, groups=len(gather)))
+    made = maps.transpose(0, 1) * weights.to(maps.dtype).view(-1, 1, 1, 1)
+    return made if before is None else before + made
+
+
+class _SpatialSums(torch.autograd.Function):
+    """`spatial_sums` by Triton kernels."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, gather: Tensor, weights: Tensor, before: Tensor | None, size: tuple[int, int]
+    ) -> Tensor:
+        given = hidden if hidden.stride(2) == 1 else hidden.contiguous(), gather.contiguous(), weights.contiguous()
+        earlier = None if before is None else before.contiguous()
+        out, maps = triton_kernels("calibrate").spatial_sums(*given, earlier, size)
+        ctx.save_for_backward(hidden, gather, weights, maps)
+        ctx.size, ctx.adds = size, before is not None
+        return out  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, gather, weights, maps = ctx.saved_tensors
+        back = gradient if ctx.adds else None
+        if torch.is_grad_enabled():  # only the twin supports second derivatives
+
+            def twin(*own: Tensor) -> list[Tensor]:
+                return [spatial_sums_reference(own[0], own[1], own[2], None, ctx.size)]
+
+            return *by_twin(twin, (hidden, gather, weights), [gradient]), back, None
+        given = hidden if hidden.stride(2) == 1 else hidden.contiguous(), gather.contiguous(), weights.contiguous()
+        sums = is_wanted(ctx, 1) or is_wanted(ctx, 2)
+        dhidden, dgather, dweights = triton_kernels("calibrate").spatial_sums_gradient(
+            *given, maps, gradient.contiguous(), sums
+        )
+        return (
+            dhidden,
+            dgather.to(gather.dtype) if is_wanted(ctx, 1) else None,
+            dweights.to(weights.dtype) if is_wanted(ctx, 2) else None,
+            back,
+            None,
+        )
 
 
 def convolve(x: Tensor, kernels: Tensor, dilation: int = 1) -> Tensor:

@@ -2,7 +2,8 @@
 """Triton kernels of `dynamic_kernels` and `calibrate`. Sums are accumulated in float32.
 
 Those that make dynamic kernels (`_forward`, `_backward`): a program handles one module's taps, or backward some
-positions, of a sample. Those of channel attentions (`_attend`, `_attend_gradient`): a program handles a sample. Every
+positions, of a sample. Those of channel attentions (`_attend`, `_attend_gradient`): a program handles a sample. Those
+of spatial attentions (`_look`, `_look_gradient`): a program handles some positions of one module and sample. Every
 program writes a row of weight gradients; the rows are added outside in a fixed order, so results repeat bit for bit.
 Products have at most 32 rows, or two warps: for larger ones Triton 3.6 uses an instruction that gave wrong results
 elsewhere (see `indicator_triton`).
@@ -199,6 +200,111 @@ def _attend_gradient(
             to = dweights_ptr + modules * H * C + (m * C + c)[None, :] * H + h[:, None]
             tl.store(to, hidden[:, None] * dy[None, :], mask=ok)
     tl.store(start_ptr + n * C + c, dmean / places, mask=c_ok)
+
+
+@triton.jit
+def _seen(ptr, p, dy, dx, height, width, stride):
+    """One value of the positions dy rows below and dx columns to the right; 0 outside the map. [PB]"""
+    row, column = p // width + dy, p % width + dx
+    inside = (p < height * width) & (row >= 0) & (row < height) & (column >= 0) & (column < width)
+    return tl.load(ptr + (row * width + column) * stride, mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit(do_not_specialize=["samples", "height", "width", "stride"])
+def _look(
+    hidden_ptr, gather_ptr, weights_ptr, before_ptr, maps_ptr, out_ptr, samples, height, width, stride,
+    R: tl.constexpr, BEFORE: tl.constexpr, PB: tl.constexpr,
+):  # fmt: skip
+    """The spatial attention of one module, some positions of a sample; maps before weights, and the sum."""
+    n, t = tl.program_id(1), tl.program_id(2)
+    places = height * width
+    p = tl.program_id(0) * PB + tl.arange(0, PB)
+    ok = p < places
+    hidden_ptr += n.to(tl.int64) * places * stride + t * R
+    y = tl.zeros((PB,), dtype=tl.float32)
+    for tap in range(9):
+        for r in range(R):
+            weight = tl.load(gather_ptr + (t * 9 + tap) * R + r).to(tl.float32)
+            y += weight * _seen(hidden_ptr + r, p, tap // 3 - 1, tap % 3 - 1, height, width, stride)
+    made = 1.0 / (1.0 + tl.exp(-y))
+    at = (t * samples + n).to(tl.int64) * places + p
+    tl.store(maps_ptr + at, made.to(maps_ptr.dtype.element_ty), mask=ok)
+    out = made * tl.load(weights_ptr + t).to(tl.float32)
+    if BEFORE:
+        out += tl.load(before_ptr + at, mask=ok, other=0.0).to(tl.float32)
+    tl.store(out_ptr + at, out.to(out_ptr.dtype.element_ty), mask=ok)
+
+
+@triton.jit
+def _look_slope(dout_ptr, maps_ptr, p, dy, dx, height, width):
+    """The gradient before the sigmoid, without the module's weight. [PB]"""
+    made = _seen(maps_ptr, p, dy, dx, height, width, 1)
+    return _seen(dout_ptr, p, dy, dx, height, width, 1) * made * (1.0 - made)
+
+
+@triton.jit(do_not_specialize=["samples", "height", "width", "stride", "dstride"])
+def _look_gradient(
+    hidden_ptr, gather_ptr, weights_ptr, maps_ptr, dout_ptr, dhidden_ptr, partial_ptr, samples, height, width, stride,
+    dstride, R: tl.constexpr, SUMS: tl.constexpr, PB: tl.constexpr,
+):  # fmt: skip
+    """The gradient of the hidden map; partial [samples · blocks, modules, 9 · R + 1]: of W2, then of the weight."""
+    block, n, t = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    places = height * width
+    p = block * PB + tl.arange(0, PB)
+    ok = p < places
+    hidden_ptr += n.to(tl.int64) * places * stride + t * R
+    dhidden_ptr += n.to(tl.int64) * places * dstride + t * R
+    maps_ptr += (t * samples + n).to(tl.int64) * places
+    dout_ptr += (t * samples + n).to(tl.int64) * places
+    weight = tl.load(weights_ptr + t).to(tl.float32)
+    for r in range(R):
+        total = tl.zeros((PB,), dtype=tl.float32)
+        for tap in range(9):
+            slope = _look_slope(dout_ptr, maps_ptr, p, 1 - tap // 3, 1 - tap % 3, height, width)
+            total += tl.load(gather_ptr + (t * 9 + tap) * R + r).to(tl.float32) * slope
+        tl.store(dhidden_ptr + p * dstride + r, (total * weight).to(dhidden_ptr.dtype.element_ty), mask=ok)
+    if SUMS:
+        partial_ptr += ((n * tl.num_programs(0) + block).to(tl.int64) * tl.num_programs(2) + t) * (9 * R + 1)
+        slope = _look_slope(dout_ptr, maps_ptr, p, 0, 0, height, width) * weight
+        for tap in range(9):
+            for r in range(R):
+                seen = _seen(hidden_ptr + r, p, tap // 3 - 1, tap % 3 - 1, height, width, stride)
+                tl.store(partial_ptr + tap * R + r, tl.sum(slope * seen, 0))
+        made = _seen(maps_ptr, p, 0, 0, height, width, 1)
+        tl.store(partial_ptr + 9 * R, tl.sum(_seen(dout_ptr, p, 0, 0, height, width, 1) * made, 0))
+
+
+def _look_sizes(gather, places):
+    block = min(256, padded(places, 32))
+    return {"R": gather.shape[-1], "PB": block}, triton.cdiv(places, block)
+
+
+def spatial_sums(hidden, gather, weights, before, size):
+    """The sums [modules, n, h, w], and maps [modules, n, h, w] for the backward pass."""
+    n, count = len(hidden), len(gather)
+    maps = hidden.new_empty((count, n, *size))
+    out = torch.empty_like(maps)
+    own, blocks = _look_sizes(gather, size[0] * size[1])
+    _look[(blocks, n, count)](
+        hidden, gather, weights, out if before is None else before, maps, out, n, *size, hidden.stride(1), **own,
+        BEFORE=before is not None,
+    )  # fmt: skip
+    return out, maps
+
+
+def spatial_sums_gradient(hidden, gather, weights, maps, gradient, sums):
+    """The gradients of the hidden map [n, h·w, modules · r], of W2 and of weights; sums: the last two are requested."""
+    (count, n, height, width), dhidden = maps.shape, hidden.new_empty(hidden.shape)
+    own, blocks = _look_sizes(gather, height * width)
+    partial = maps.new_empty((n * blocks, count, 9 * own["R"] + 1) if sums else 0, dtype=torch.float32)
+    _look_gradient[(blocks, n, count)](
+        hidden, gather, weights, maps, gradient, dhidden, partial, n, height, width, hidden.stride(1),
+        dhidden.stride(1), **own, SUMS=sums,
+    )  # fmt: skip
+    if not sums:
+        return dhidden, None, None
+    total = partial.sum(0)
+    return dhidden, total[:, :-1].reshape(gather.shape), total[:, -1]
 
 
 def _sizes(x, compressed, taps):

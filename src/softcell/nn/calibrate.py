@@ -308,8 +308,16 @@ def together(modules: Iterable[nn.Module | None]) -> Together | None:
     return Together(tuple(own), *(tuple(chain(*lists)) for lists in (channel, spatial)))
 
 
-def run_together(modules: Together, x: Tensor) -> tuple[Tensor, Tensor | None] | None:
-    """Taps [n, Σ k² + count, c] of kernels and then of channel attentions, and spatial attentions [count, n, h', w'].
+class SpatialForm(NamedTuple):
+    """What `spatial_sums` reads: hidden maps [n, h·w, count · r], W2 [count, 3, 3, r], and h and w."""
+
+    hidden: Tensor
+    gather: Tensor
+    size: tuple[int, int]
+
+
+def run_together(modules: Together, x: Tensor) -> tuple[Tensor, SpatialForm | None] | None:
+    """Taps [n, Σ k² + count, c] of kernels and then of channel attentions, and how to make spatial attentions.
 
     A channel attention is a kernel of one tap. Taps may be more exact than x. None if the Triton kernels do not support
     this size.
@@ -329,8 +337,11 @@ def run_together(modules: Together, x: Tensor) -> tuple[Tensor, Tensor | None] |
     squeeze = weights.of(channel[0].squeeze) if channel else None
     excite = weights.of(channel[0].excite).view(len(channel), x.shape[1], -1) if channel else None
     made = first.taps(rows, hidden, weights, squeeze, excite)
-    maps = last.maps(x, hidden if alike else last.hidden(x, weights), weights)
-    return made, maps[0].transpose(0, 1) if maps else None
+    if not spatial:
+        return made, None
+    height, width = (-(-side // spatial[0].squeeze.stride[0]) for side in x.shape[2:])
+    seen = hidden[-1] if alike else last.hidden(x, weights)[0]
+    return made, SpatialForm(seen, weights.of(spatial[0].gather), (height, width))
 
 
 class _Entered(torch.autograd.Function):

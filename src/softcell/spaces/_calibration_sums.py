@@ -1,7 +1,7 @@
 """Weighted sums of all calibrations of a mixed cell, where those of a node run together as on a GPU.
 
 The kernels D and attentions A of a target are sums over its sources i (Eq 2 of NOS), whose modules m make results of
-few values each. A source adds to the sums of all its targets at once, by one product and one sum of maps:
+few values each. A source adds to the sums of all its targets at once, by one product and one launch for maps:
 
     K += M_i R_i        R_i [Σ k² + channel attentions, c]: results of the source
     S_t += w_t s_t      s_t [h, w]: spatial attentions, one for each target t
@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from softcell.kernels.calibrate import spatial_sums
 from softcell.nn.calibrate import (
     Calibration,
     Together,
@@ -73,7 +74,7 @@ def plan_source(edges: Sequence[tuple[Calibration, int, int]]) -> Source | None:
 
 
 class Weights(NamedTuple):
-    """M [targets · size², Σ k² + channel attentions] and w [targets, 1, 1, 1] of a source."""
+    """M [targets · size², Σ k² + channel attentions] and w [targets] of a source."""
 
     matrix: Tensor
     spatial: Tensor
@@ -86,7 +87,7 @@ Constants = MutableMapping[Hashable, tuple[Tensor, Tensor, Tensor]]
 def weights_of(weights: Tensor, forms: Iterable[Form], dtype: torch.dtype, constants: Constants) -> list[Weights]:
     """The weights of sources from those of a mix [positions], read by one launch for all sources.
 
-    dtype: of maps; kernels are float32 or wider.
+    dtype: of maps; weights are float32 or wider, as kernels are.
     """
     forms = tuple(forms)
     exact = torch.promote_types(dtype, torch.float32)
@@ -95,12 +96,9 @@ def weights_of(weights: Tensor, forms: Iterable[Form], dtype: torch.dtype, const
         constants[key] = _constants(forms, weights)
     matrices = _Spread.apply(weights, *constants[key]).to(exact)  # type: ignore[no-untyped-call]
     sizes = [form.shape[0] * form.shape[1] for form in forms]
-    *parts, last = torch.split(matrices, [*sizes, sum(len(form.spatial) for form in forms)])
-    spatial = torch.split(last.to(dtype), [len(form.spatial) for form in forms])
-    return [
-        Weights(part.view(form.shape), own.view(-1, 1, 1, 1))
-        for form, part, own in zip(forms, parts, spatial, strict=True)
-    ]
+    parts = torch.split(matrices, [*sizes, *(len(form.spatial) for form in forms)])
+    matrices, spatial = parts[: len(forms)], parts[len(forms) :]
+    return [Weights(part.view(form.shape), own) for form, part, own in zip(forms, matrices, spatial, strict=True)]
 
 
 def _constants(forms: Sequence[Form], weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -166,16 +164,13 @@ class CalibrationSums:
         made = run_together(source.modules, x := value())
         if made is None:
             return False
-        rows, maps = made
+        rows, seen = made
         with torch.autocast(x.device.type, enabled=False):
             matrix = matrix.to(rows.dtype).expand(len(rows), -1, -1)
-            weights = weights if maps is None else weights.to(maps.dtype)
-            before = self._alike(source.form, with_maps=maps is not None)
-            kernels = torch.bmm(matrix, rows) if before is None else torch.baddbmm(before.kernels, matrix, rows)
+            before = self._alike(source.form, with_maps=seen is not None)
             earlier = None if before is None else before.spatial
-            spatial = maps
-            if maps is not None:
-                spatial = maps * weights if earlier is None else torch.addcmul(earlier, maps, weights)
+            kernels = torch.bmm(matrix, rows) if before is None else torch.baddbmm(before.kernels, matrix, rows)
+            spatial = None if seen is None else spatial_sums(seen.hidden, seen.gather, weights, earlier, seen.size)
         self._pending.append(_Pending(source.form.targets, source.form.size, source.modules, kernels, spatial))
         return True
 
