@@ -212,9 +212,29 @@ class _Calibrate:
         self._of_kernels = counter.as_kernel("calibrate_gradient", 2, self._calibrate_gradient)
         self._of_one_tap = counter.as_kernel("calibrate_gradient", 3, self._calibrate_gradient)  # its parts are added
         self._of_attention = counter.as_kernel("calibrate_gradient", 1, self._calibrate_gradient)
-        self.dynamic_kernels = counter.as_kernel("dynamic_kernels", 1, self._dynamic_kernels)
+        self._counter = counter
+        self._made = counter.as_kernel("dynamic_kernels", 1, self._dynamic_kernels)
         self._of_maps = counter.as_kernel("dynamic_kernels_gradient", 1, self._gradients)
         self._of_weights = counter.as_kernel("dynamic_kernels_gradient", 5, self._gradients)  # two sums, conversions
+
+        self.spatial_sums = counter.as_kernel("spatial_sums", 1, self._spatial_sums)
+        self._of_hidden = counter.as_kernel("spatial_sums_gradient", 1, self._spatial_gradient)
+        self._of_sums = counter.as_kernel("spatial_sums_gradient", 3, self._spatial_gradient)  # a sum, a conversion
+
+    def _spatial_sums(self, *given: Any) -> tuple[Tensor, Tensor]:
+        made = calibrate.spatial_sums_reference(*given)
+        return made, made
+
+    def spatial_sums_gradient(self, *given: Any) -> tuple[Tensor | None, ...]:
+        return (self._of_sums if given[-1] else self._of_hidden)(*given)  # type: ignore[no-any-return]
+
+    def _spatial_gradient(
+        self, hidden: Tensor, gather: Tensor, weights: Tensor, maps: Tensor, gradient: Tensor, sums: bool
+    ) -> tuple[Tensor, ...]:
+        own = [one.detach().requires_grad_() for one in (hidden, gather, weights)]
+        with torch.enable_grad():
+            y = calibrate.spatial_sums_reference(own[0], own[1], own[2], None, (maps.shape[2], maps.shape[3]))
+        return torch.autograd.grad(y, own, gradient)
 
     def _calibrate(self, rows: Tensor, *more: Any) -> Tensor:
         return calibrate.calibrate_reference(rows.permute(0, 3, 1, 2), *more).permute(0, 2, 3, 1)
@@ -243,19 +263,29 @@ class _Calibrate:
         dx, ds, dk = torch.autograd.grad(y, (own, seen, taps), gradient.permute(0, 3, 1, 2))
         return dx.contiguous(), ds.flatten(1), dk.permute(0, 2, 3, 1).flatten(1, 2).contiguous()
 
-    def _dynamic_kernels(self, *given: Any) -> tuple[Tensor, Tensor, Tensor]:
+    def dynamic_kernels(self, *given: Any) -> tuple[Tensor | None, ...]:
+        if given[-1] is not None:
+            self._counter.found["attend"] += 1
+        return self._made(*given)  # type: ignore[no-any-return]
+
+    def _dynamic_kernels(self, *given: Any) -> tuple[Tensor | None, ...]:
         made = calibrate.dynamic_kernels_reference(*given)
-        return made, made, made
+        return made, made, made, *((None, None) if given[-1] is None else (made, made))
 
     def dynamic_kernels_gradient(self, *given: Any) -> tuple[Tensor | None, ...]:
-        found = (self._of_weights if given[-1] else self._of_maps)(*given)
-        return found if given[-1] else (*found[:2], None, None)
+        weights = given[-1]
+        if given[6] is not None:
+            self._counter.found["attend_gradient"] += 3 if weights else 1  # a sum, a conversion
+        found = iter((self._of_weights if weights else self._of_maps)(*given))
+        own = [None if one is None else next(found) for one in (*given[:4], *given[5:7])]
+        return (*own,) if weights else (*own[:2], None, None, None, None)
 
     def _gradients(self, *given: Any) -> tuple[Tensor, ...]:
-        x, compressed, score, decode = own = [one.detach().requires_grad_() for one in given[:4]]
+        own = [None if one is None else one.detach().requires_grad_() for one in (*given[:4], *given[5:7])]
+        arguments: Any = (*own[:4], given[4], *own[4:])
         with torch.enable_grad():
-            y = calibrate.dynamic_kernels_reference(x, compressed, score, decode, given[4])
-        return torch.autograd.grad(y, own, given[8])
+            y = calibrate.dynamic_kernels_reference(*arguments)
+        return torch.autograd.grad(y, [one for one in own if one is not None], given[-2])
 
 
 @contextmanager
@@ -277,7 +307,8 @@ def as_on_a_gpu(counter: _Counter, *, together: bool) -> Iterator[None]:
         stack.enter_context(patch.object(indicator, "triton_kernels", lambda family: _Indicator(counter)))
         for module in (calibrate, calibrations):
             stack.enter_context(patch.object(module, "fits", lambda x, compressed, taps: together))
-        stack.enter_context(patch.object(calibrate, "runs_triton", lambda x: together))
+        for module in (calibrate, _executors):
+            stack.enter_context(patch.object(module, "runs_triton", lambda x: together))
         stack.enter_context(patch.object(calibrate, "triton_kernels", lambda family: _Calibrate(counter)))
         for module in (_executors, block):
             stack.enter_context(patch.object(module, "is_modules_only", lambda: not together))

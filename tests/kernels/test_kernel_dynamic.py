@@ -35,10 +35,18 @@ def made(case: Sizes) -> list[Tensor]:
     ]
 
 
+def attentions(case: Sizes, count: int) -> list[Tensor]:
+    """Weights of channel attentions of the same map."""
+    c, hidden = case[2], max(1, case[2] // 16)
+    torch.manual_seed(1)
+    weights = (torch.randn(count * hidden, c), torch.randn(count, c, hidden))
+    return [3 * one.double() for one in weights] if count else []
+
+
 def outcome(given: list[Tensor], taps: tuple[int, ...], pull: Tensor, *, plain: bool) -> list[Tensor]:
     own = [one.detach().requires_grad_() for one in given]
-    x, compressed, score, decode = own
-    y = (dynamic_kernels_reference if plain else dynamic_kernels)(x, compressed, score, decode, taps)
+    x, compressed, score, decode, *more = own
+    y = (dynamic_kernels_reference if plain else dynamic_kernels)(x, compressed, score, decode, taps, *more)
     return [y, *torch.autograd.grad(y, own, pull.to(y.device, y.dtype))]
 
 
@@ -47,17 +55,18 @@ def error(found: Tensor, true: Tensor) -> float:
 
 
 @pytest.mark.parametrize("case", CASES if INTERPRETED else CASES + LARGE, ids=str)
+@pytest.mark.parametrize("count", [0, 1, 4])
 @pytest.mark.parametrize("dtype", [torch.float32, *([] if INTERPRETED else [torch.bfloat16])], ids=str)
-def test_kernels_and_gradients_match_the_twin(case: Sizes, dtype: torch.dtype) -> None:
+def test_kernels_and_gradients_match_the_twin(case: Sizes, count: int, dtype: torch.dtype) -> None:
     taps = case[-1]
-    low = [one.to(DEVICE, dtype) for one in made(case)]
+    low = [one.to(DEVICE, dtype) for one in [*made(case), *attentions(case, count)]]
     assert fits(low[0], low[1], taps)
     exact = [one.to("cpu", torch.float64) for one in low]
-    pull = torch.randn(case[0], sum(taps), case[2], dtype=torch.float64)
+    pull = torch.randn(case[0], sum(taps) + count, case[2], dtype=torch.float64)
     theirs = outcome(exact, taps, pull, plain=True)
     mine, plain = (outcome(low, taps, pull, plain=how) for how in (False, True))
     assert mine[0].dtype == torch.float32
-    sums = [part.sum(1) for part in torch.split(mine[0], taps, 1)]
+    sums = [part.sum(1) for part in torch.split(mine[0], [*taps, *([count] if count else [])], 1)][: len(taps)]
     torch.testing.assert_close(torch.stack(sums), torch.ones_like(torch.stack(sums)), msg="kernels sum to 1")
     for found, usual, true in zip(mine, plain, theirs, strict=True):
         bound = 1e-4 if dtype == torch.float32 else 2 * error(usual, true) + 4e-3
@@ -116,13 +125,15 @@ def test_float32_uses_the_plain_form_if_shared_memory_is_too_small(monkeypatch: 
     assert not fits(given[0], given[1], (25,))
 
 
-def test_second_derivatives_match_the_twin() -> None:
+@pytest.mark.parametrize("count", [0, 2])
+def test_second_derivatives_match_the_twin(count: int) -> None:
     found = []
     for function in (dynamic_kernels, dynamic_kernels_reference):
-        own = [one.to(DEVICE, torch.float32).requires_grad_() for one in made(CASES[0])]
-        x, compressed, score, decode = own
+        given = [*made(CASES[0]), *attentions(CASES[0], count)]
+        own = [one.to(DEVICE, torch.float32).requires_grad_() for one in given]
+        x, compressed, score, decode, *more = own
         first = torch.autograd.grad(
-            function(x, compressed, score, decode, CASES[0][-1]).square().sum(), own, create_graph=True
+            function(x, compressed, score, decode, CASES[0][-1], *more).square().sum(), own, create_graph=True
         )
         found.append(torch.autograd.grad(sum(part.square().sum() for part in first), own))
     for mine, theirs in zip(*found, strict=True):

@@ -133,10 +133,12 @@ def test_calibrations(side: int, channel: bool, spatial: bool, size: int) -> Non
     require_sound(lambda: with_gradients(outputs, base, *named.values()))
 
 
-def test_dynamic_kernels() -> None:
+@pytest.mark.parametrize("attentions", [0, 2])
+def test_dynamic_kernels(attentions: int) -> None:
     torch.manual_seed(0)
-    given = torch.randn(2, 35, 5), torch.randn(2, 35, 4), torch.randn(34, 5), torch.randn(2, 5, 2)
-    require_sound(lambda: with_gradients(lambda *own: dynamic_kernels(*own, (9, 25)), *given))
+    given = [torch.randn(2, 35, 5), torch.randn(2, 35, 4), torch.randn(34, 5), torch.randn(2, 5, 2)]
+    given += [torch.randn(attentions, 5), torch.randn(attentions, 5, 1)] if attentions else []
+    require_sound(lambda: with_gradients(lambda *own: dynamic_kernels(*own[:4], (9, 25), *own[4:]), *given))
 
 
 @pytest.mark.parametrize(("sides", "eps"), [((2, 5), 1e-5), ((2, 5), None), ((6, 10), None)], ids=str)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from softcell.nn import calibrate
+from softcell.nn import calibrate, stack
 from softcell.nn.calibrate import (
     LARGEST_ON_CPU,
     Calibration,
@@ -21,7 +21,7 @@ from softcell.nn.calibrate import (
     grouping_calibrations_pays,
     run_calibrations,
 )
-from softcell.nn.norm import BatchNorm2d
+from softcell.nn.norm import BatchNorm2d, updates_together
 from softcell.nn.stack import flat
 from tests.helpers.kernel_runs import without_tf32
 
@@ -119,6 +119,38 @@ def test_kernels_made_as_on_a_gpu_match_the_modules(names: str, monkeypatch: pyt
     # Kernels that are compressed to different widths are made plainly.
     sizes = sorted(25 if "5x5" in name else 9 for name in SETS[names] if "x" in name)
     assert [sorted(own) for own in asked] == ([] if names == "all, thrice" or not sizes else [sizes])
+
+
+@pytest.mark.parametrize("affine", [False, True], ids=["plain", "affine"])
+@pytest.mark.parametrize("names", list(SETS))
+def test_norms_as_on_a_gpu_match_the_modules(names: str, affine: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several widths share one norm; running statistics are updated at the end of a pass."""
+    monkeypatch.setattr(stack, "runs_triton", lambda x: True)  # the twin of the kernels runs
+    x, results = image(2, 33, 5, 6), []
+    for together in (False, True):
+        modules = made(SETS[names], 33, affine=affine)
+        with updates_together():
+            found = outcome(modules, x, together)
+        buffers = [buffer for module in modules for buffer in module.buffers()]
+        results.append([*found[: len(found) - len(buffers)], *buffers])
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(b, a, rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+def test_the_gradient_of_a_product_is_added_to_that_of_its_rows(dtype: torch.dtype) -> None:
+    x, weight = image(2, 6, 4).to(dtype).requires_grad_(), image(3, 4).to(dtype).requires_grad_()
+    results = []
+    for entered in (calibrate._Entered.apply, lambda x, weight: (x, x @ weight.t())):
+        rows, y = entered(x * 1, weight * 1)
+        loss = (rows.square() * image(2, 6, 4).to(dtype)).sum() + y.sin().sum()
+        plain = torch.autograd.grad(loss, (x, weight), retain_graph=True)
+        first = torch.autograd.grad(loss, (x, weight), create_graph=True)
+        second = torch.autograd.grad(sum(g.square().sum() for g in first), (x, weight))
+        results.append([rows, y, *plain, *first, *second])
+    for a, b in zip(*results, strict=True):
+        tolerance = 1e-10 if dtype == torch.float64 else 5e-2
+        torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance * float(b.detach().abs().max()))
 
 
 def test_norms_in_another_mode_go_their_own_way() -> None:

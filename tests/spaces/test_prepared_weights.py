@@ -15,7 +15,8 @@ from softcell.arch import WeightMix
 from softcell.arch.notation import from_nb201
 from softcell.kernels.backend import cell_settings
 from softcell.kernels.cell import readers
-from softcell.spaces import Supernet, _executors, build_space, execution
+from softcell.kernels.taps import compose
+from softcell.spaces import Supernet, _executors, _fused_cell, build_space, execution
 from softcell.spaces._fused_cell import FusedCell, prepare
 from softcell.spaces.execution import fused_networks, is_modules_only, modules_only
 
@@ -90,16 +91,16 @@ def cells_of(supernet: Supernet) -> list[FusedCell]:
     return [form for cell in supernet.cells if (form := cell.fused(None)) is not None]  # type: ignore[union-attr,operator]
 
 
-@pytest.mark.parametrize(("space", "num_concatenations"), [("nb201", 1), ("darts", 3)])
-def test_weights_of_all_cells_are_converted_once(space: str, num_concatenations: int) -> None:
-    """And concatenated once, unless they are composed from factors: their gradients take launches for each cell."""
+@pytest.mark.parametrize("space", SIZES)
+def test_weights_of_all_cells_are_concatenated_and_converted_once(space: str) -> None:
     cells = cells_of(supernet_of(space))
     with Named() as operations, torch.autocast("cpu", torch.bfloat16):
         found = prepare(cells, torch.zeros(1))
     counts = [operations.seen.count(name) for name in ("aten.cat", "aten._foreach_copy_", "aten._to_copy")]
-    assert counts == [num_concatenations, 1, 0]
+    assert counts == [1, 1, 0]
     for cell, own in zip(cells, found, strict=True):
         assert torch.equal(own.flat, cell.flatten(cell.parameters()))
+        assert torch.equal(own.flat, cell.connected(own)) and cell.connected(own).requires_grad
         assert torch.equal(own.converted, own.flat.bfloat16()) and not own.converted.requires_grad
 
 
@@ -135,7 +136,7 @@ def test_second_derivatives_are_those_of_plain_concatenation(space: str) -> None
     (own, *_), cell = prepare(cells, torch.zeros(1).double()), cells[0]
     weights = cell.parameters()
     found = []
-    for flat in (own.flat, cell.flatten(weights)):
+    for flat in (cell.connected(own), cell.flatten(weights)):
         (first, *_) = torch.autograd.grad(flat.pow(3).sum(), weights, create_graph=True)
         found.append(torch.autograd.grad(first.pow(2).sum(), weights[0])[0])
     torch.testing.assert_close(*found)
@@ -143,11 +144,43 @@ def test_second_derivatives_are_those_of_plain_concatenation(space: str) -> None
 
 def test_cells_whose_weights_are_not_used_get_no_gradient() -> None:
     cells = cells_of(supernet_of("darts"))
-    first, second, _ = prepare(cells, torch.zeros(1))
-    second.flat.sum().backward()
+    first, second, _ = (cell.connected(own) for cell, own in zip(cells, prepare(cells, torch.zeros(1)), strict=True))
+    second.sum().backward()
     assert all(w.grad is None for w in cells[0].parameters())
     assert all(w.grad is not None for w in cells[1].parameters())
-    assert first.flat.requires_grad
+    assert first.requires_grad
+
+
+@pytest.mark.parametrize("channels", [3, 4])
+def test_cells_of_several_widths_are_composed_by_one_launch_for_each(
+    channels: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    widths: list[int] = []
+
+    def noted(factors: Tensor, out: Tensor, recipes: Any, width: int) -> None:
+        widths.append(width)
+        compose(factors, out, recipes, width)
+
+    monkeypatch.setattr(_fused_cell, "compose", noted)
+    cells = cells_of(supernet_of("darts", channels=channels))
+    found = prepare(cells, torch.zeros(1))
+    assert widths == sorted({cell.program.channels for cell in cells}) and len(widths) == 3
+    for cell, own in zip(cells, found, strict=True):
+        assert torch.equal(own.flat, cell.flatten(cell.parameters())) and own.flat.storage_offset() % 16 == 0
+
+
+def test_programs_of_nodes_are_prepared_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(execution, "kernels_serve", lambda x: not is_modules_only())
+    calls: list[int] = []
+
+    def noted(cells: Any, x: Tensor) -> Any:
+        calls.append(len(cells))
+        return prepare(cells, x)
+
+    monkeypatch.setattr("softcell.spaces._fused_cell.prepare", noted)
+    supernet = build_space("nos", {"cells": 3, "nodes": 2, "channels": 4}).supernet((3, 8, 8), 5)
+    supernet(torch.randn(4, 3, 8, 8), mix_of(supernet)[0])
+    assert calls == [3 * 5], "in each cell of the inputs, two surrogates, and the node between them"
 
 
 def test_a_derived_network_concatenates_its_parameters_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,8 @@
 
 Every module computes k² taps t from x [n, h·w, c], each with one value per channel. In plain PyTorch a module takes ten
 operations forward and twenty backward. The Triton kernels loop over the positions in registers, for all modules at
-once: one launch forward, one backward and two sums. They keep d, z and one value per tap.
+once: one launch forward, one backward and two sums. They keep d, z and one value per tap. Channel attentions of the
+same map, σ(W2 relu(W1 mean_hw(x))), take one more launch each way; the gradient of x begins with that of the mean.
 
 `calibrate` computes base ⊙ (1 + A) + base ⊛ D for every sample and channel:
 
@@ -17,11 +18,15 @@ forward and two dozen backward. Many of them are copies, since torch needs the s
 its channels. The Triton kernels read channels-last maps directly, with one launch forward and two backward. Attentions
 alone run by the same kernels: a is then a kernel of one tap, and with s alone there is no tap.
 
+`spatial_sums` makes the spatial attentions of several modules and adds them, weighted, to the sums of their targets:
+one launch each way, where torch takes three forward and six or more backward.
+
 Each has a plain twin named `_reference`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -47,19 +52,33 @@ def fits(x: Tensor, compressed: Tensor, taps: tuple[int, ...]) -> bool:
     return small and needed <= shared_memory(x.device)
 
 
-def dynamic_kernels(x: Tensor, compressed: Tensor, score: Tensor, decode: Tensor, taps: tuple[int, ...]) -> Tensor:
-    """All kernels [n, Σ k², c], in float32 or wider, module after module.
+def dynamic_kernels(
+    x: Tensor,
+    compressed: Tensor,
+    score: Tensor,
+    decode: Tensor,
+    taps: tuple[int, ...],
+    squeeze: Tensor | None = None,
+    excite: Tensor | None = None,
+) -> Tensor:
+    """All kernels [n, Σ k² + m', c], in float32 or wider, module after module; m' channel attentions are the last.
 
     x [n, h·w, c]; compressed [n, h·w, m·r], relu(norm(W1 x)) of all modules; score W2 [Σ k², c]; decode W3 [m, c, r];
-    taps: k² of each module.
+    taps: k² of each module. squeeze, excite: W1 [m'·h, c] and W2 [m', c, h] of channel attentions.
     """
     if not fits(x, compressed, taps):
-        return dynamic_kernels_reference(x, compressed, score, decode, taps)
-    return _DynamicKernels.apply(taps, x, compressed, score, decode)  # type: ignore[no-any-return, no-untyped-call]
+        return dynamic_kernels_reference(x, compressed, score, decode, taps, squeeze, excite)
+    return _DynamicKernels.apply(taps, x, compressed, score, decode, squeeze, excite)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def dynamic_kernels_reference(
-    x: Tensor, compressed: Tensor, score: Tensor, decode: Tensor, taps: tuple[int, ...]
+    x: Tensor,
+    compressed: Tensor,
+    score: Tensor,
+    decode: Tensor,
+    taps: tuple[int, ...],
+    squeeze: Tensor | None = None,
+    excite: Tensor | None = None,
 ) -> Tensor:
     """The plain twin of `dynamic_kernels`, module by module."""
     exact, found = torch.promote_types(x.dtype, torch.float32), []
@@ -68,6 +87,10 @@ def dynamic_kernels_reference(
         attention = torch.softmax(torch.matmul(scores, x.transpose(1, 2)), 2)  # [n, k², h·w]
         latent = torch.matmul(attention, values)  # [n, k², r]
         found.append(torch.softmax(torch.matmul(latent, out.t()), 1, dtype=exact))
+    if squeeze is not None and excite is not None:
+        hidden = F.relu(F.linear(x.mean(1), squeeze)).view(len(x), len(excite), -1)
+        y = torch.bmm(hidden.transpose(0, 1), excite.transpose(1, 2))  # [m', n, c]
+        found.append(torch.sigmoid(y.transpose(0, 1).to(exact)))
     return torch.cat(found, 1)
 
 
@@ -80,29 +103,97 @@ class _DynamicKernels(torch.autograd.Function):
     """`dynamic_kernels` by Triton kernels."""
 
     @staticmethod
-    def forward(ctx: Any, taps: tuple[int, ...], *given: Tensor) -> Tensor:
-        x, compressed, score, decode = given
-        rows = x.contiguous(), compressed if compressed.stride(2) == 1 else compressed.contiguous()
-        made, latent, totals = triton_kernels("calibrate").dynamic_kernels(
-            *rows, score.contiguous(), decode.contiguous(), taps
-        )
-        ctx.save_for_backward(*given, made, latent, totals)
+    def forward(ctx: Any, taps: tuple[int, ...], *given: Tensor | None) -> Tensor:
         ctx.taps = taps
+        made, *kept = triton_kernels("calibrate").dynamic_kernels(*_laid(given, taps))
+        ctx.save_for_backward(*given, made, *kept)
         return made  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        x, compressed, score, decode, *kept = ctx.saved_tensors
+        *given, made, latent, totals, mean, hidden = ctx.saved_tensors
+        if torch.is_grad_enabled():  # only the twin supports second derivatives
+
+            def twin(*own: Tensor | None) -> list[Tensor]:
+                x, compressed, score, decode, *more = own
+                assert x is not None and compressed is not None and score is not None and decode is not None
+                return [dynamic_kernels_reference(x, compressed, score, decode, ctx.taps, *more)]
+
+            return None, *by_twin(twin, given, [gradient])
+        weights = any(is_wanted(ctx, number) for number in range(2, sum(one is not None for one in given)))
+        kept = (made, latent, totals, mean, hidden)  # architecture steps need no gradient of the weights
+        return None, *triton_kernels("calibrate").dynamic_kernels_gradient(
+            *_laid(given, ctx.taps), *kept, gradient.contiguous(), weights
+        )
+
+
+def _laid(given: Sequence[Tensor | None], taps: tuple[int, ...]) -> tuple[Any, ...]:
+    """The arguments of Triton's kernels, without gaps."""
+    x, compressed, score, decode, squeeze, excite = given
+    assert x is not None and compressed is not None and score is not None and decode is not None
+    rows = x.contiguous(), compressed if compressed.stride(2) == 1 else compressed.contiguous()
+    more = (None if one is None else one.contiguous() for one in (squeeze, excite))
+    return *rows, score.contiguous(), decode.contiguous(), taps, *more
+
+
+def spatial_sums(
+    hidden: Tensor, gather: Tensor, weights: Tensor, before: Tensor | None, size: tuple[int, int]
+) -> Tensor:
+    """before + w_m σ(W2 * hidden) for each module m [modules, n, h, w], W2 a 3×3 convolution.
+
+    hidden [n, h·w, modules · r]; gather W2 [modules, 3, 3, r]; weights w [modules]; before: like the result, None for
+    zeros; size: h and w.
+    """
+    if not runs_triton(hidden):
+        return spatial_sums_reference(hidden, gather, weights, before, size)
+    return _SpatialSums.apply(hidden, gather, weights, before, size)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def spatial_sums_reference(
+    hidden: Tensor, gather: Tensor, weights: Tensor, before: Tensor | None, size: tuple[int, int]
+) -> Tensor:
+    """The plain twin of `spatial_sums`."""
+    image = hidden.transpose(1, 2).reshape(len(hidden), -1, *size)
+    maps = torch.sigmoid(F.conv2d(image, gather.permute(0, 3, 1, 2), padding=1, groups=len(gather)))
+    made = maps.transpose(0, 1) * weights.to(maps.dtype).view(-1, 1, 1, 1)
+    return made if before is None else before + made
+
+
+class _SpatialSums(torch.autograd.Function):
+    """`spatial_sums` by Triton kernels."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, gather: Tensor, weights: Tensor, before: Tensor | None, size: tuple[int, int]
+    ) -> Tensor:
+        given = hidden if hidden.stride(2) == 1 else hidden.contiguous(), gather.contiguous(), weights.contiguous()
+        earlier = None if before is None else before.contiguous()
+        out, maps = triton_kernels("calibrate").spatial_sums(*given, earlier, size)
+        ctx.save_for_backward(hidden, gather, weights, maps)
+        ctx.size, ctx.adds = size, before is not None
+        return out  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, gather, weights, maps = ctx.saved_tensors
+        back = gradient if ctx.adds else None
         if torch.is_grad_enabled():  # only the twin supports second derivatives
 
             def twin(*own: Tensor) -> list[Tensor]:
-                return [dynamic_kernels_reference(own[0], own[1], own[2], own[3], ctx.taps)]
+                return [spatial_sums_reference(own[0], own[1], own[2], None, ctx.size)]
 
-            return None, *by_twin(twin, (x, compressed, score, decode), [gradient])
-        rows = x.contiguous(), compressed if compressed.stride(2) == 1 else compressed.contiguous()
-        weights = is_wanted(ctx, 2) or is_wanted(ctx, 3)  # architecture steps need no gradient of the weights
-        return None, *triton_kernels("calibrate").dynamic_kernels_gradient(
-            *rows, score.contiguous(), decode.contiguous(), ctx.taps, *kept, gradient.contiguous(), weights
+            return *by_twin(twin, (hidden, gather, weights), [gradient]), back, None
+        given = hidden if hidden.stride(2) == 1 else hidden.contiguous(), gather.contiguous(), weights.contiguous()
+        sums = is_wanted(ctx, 1) or is_wanted(ctx, 2)
+        dhidden, dgather, dweights = triton_kernels("calibrate").spatial_sums_gradient(
+            *given, maps, gradient.contiguous(), sums
+        )
+        return (
+            dhidden,
+            dgather.to(gather.dtype) if is_wanted(ctx, 1) else None,
+            dweights.to(weights.dtype) if is_wanted(ctx, 2) else None,
+            back,
+            None,
         )
 
 

@@ -50,7 +50,7 @@ SUPERNET_PROXIES = tuple(name for name in PROXIES if name not in SIZES)
 JACOBIAN_OFFSET = 1e-5
 """k of `jacob_cov`."""
 NEGATIVE_TERMS = 0.01
-"""How much of SynFlow's sum may be negative: at most 4e-5 of it is in the cells of S4 and NOS, by noise and sigmoids."""
+"""The share of SynFlow's sum that may be negative; noise (S4) and sigmoids (NOS) make it at most 4e-5."""
 
 Forward = Callable[[Tensor], Tensor]
 """Images [n, c, h, w] to logits [n, classes]."""

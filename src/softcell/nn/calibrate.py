@@ -26,17 +26,18 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from softcell.kernels.backend import is_wanted
 from softcell.kernels.calibrate import calibrate, calibrate_reference, convolve, dynamic_kernels, fits
 from softcell.kernels.mix import diagonal_blocks, scores_by_position
 from softcell.nn.candidates import Spec, candidate
 from softcell.nn.norm import BatchNorm2d
-from softcell.nn.stack import flat, grouped, has_hooks, norm_key, normalise
+from softcell.nn.stack import flat, grouped, has_hooks, norm_key, normalised
 
 ATTENTION_REDUCTION = 16
 KERNEL_REDUCTION = 8
@@ -228,7 +229,7 @@ def dil_dynamic_conv_5x5(spec: Spec) -> nn.Module:
 LARGEST_ON_CPU = 2**20
 """Elements of an input up to which running them together was faster on a CPU."""
 
-_KINDS = (DynamicKernel, SpatialAttention, ChannelAttention)
+_KINDS = (DynamicKernel, ChannelAttention, SpatialAttention)
 _CHANNEL = "channel"
 _WithNorm = DynamicKernel | SpatialAttention
 
@@ -268,12 +269,9 @@ def run_calibrations(modules: Iterable[nn.Module | None], x: Tensor, least: int 
         groups.setdefault(key[0], []).append(list(own.values()))
     channel = groups.pop(_CHANNEL, [])
     normed = [_Normed(group) for group in groups.values()]
-    # One cast here instead of one by autocast for every module.
-    kind = x.device.type
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-    x = x if dtype is None else x.to(dtype)
-    stacks = [[m.squeeze for m in own] for own in channel] + [[m.excite for m in own] for own in channel]
-    weights = _Weights([*stacks, *(stack for one in normed for stack in one.stacks())], dtype)
+    x, dtype = _cast(x)
+    excited = (stack for own in channel for stack in _excited(own))
+    weights = _Weights([*excited, *(stack for one in normed for stack in one.stacks())], dtype)
     made: dict[int, Tensor] = {}
     if channel:
         mean = _mean(x)
@@ -282,6 +280,112 @@ def run_calibrations(modules: Iterable[nn.Module | None], x: Tensor, least: int 
     for one in normed:
         made |= one.run(x, weights)
     return made
+
+
+class Together(NamedTuple):
+    """Calibrations of one map whose results are two tensors (`run_together`), in the order of these results.
+
+    All kernels have one dilation, and all norms of kernels and spatial attentions are of one kind.
+    """
+
+    kernels: tuple[DynamicKernel, ...]
+    channel: tuple[ChannelAttention, ...]
+    spatial: tuple[SpatialAttention, ...]
+
+
+def together(modules: Iterable[nn.Module | None]) -> Together | None:
+    """The order in which these modules run together; None if they do not or if there is no kernel."""
+    every = list({id(module): module for module in modules if module is not None}.values())
+    families = grouped(every, family)
+    kernels, channel, spatial = (
+        [[*own.values()] for own in families.values() if isinstance(next(iter(own.values())), kind)] for kind in _KINDS
+    )
+    if sum(map(len, families.values())) < len(every) or len(channel) > 1 or len(spatial) > 1:
+        return None
+    own = [*chain(*kernels)]
+    if len({(norm_key(module.norm), module.norm.num_features, module.dilation) for module in own}) != 1:
+        return None
+    return Together(tuple(own), *(tuple(chain(*lists)) for lists in (channel, spatial)))
+
+
+class SpatialForm(NamedTuple):
+    """What `spatial_sums` reads: hidden maps [n, h·w, count · r], W2 [count, 3, 3, r], and h and w."""
+
+    hidden: Tensor
+    gather: Tensor
+    size: tuple[int, int]
+
+
+def run_together(modules: Together, x: Tensor) -> tuple[Tensor, SpatialForm | None] | None:
+    """Taps [n, Σ k² + count, c] of kernels and then of channel attentions, and how to make spatial attentions.
+
+    A channel attention is a kernel of one tap. Taps may be more exact than x. None if the Triton kernels do not support
+    this size.
+    """
+    kernels, channel, spatial = modules
+    x, dtype = _cast(x)
+    taps, rows = tuple(module.size**2 for module in kernels), x.permute(0, 2, 3, 1).flatten(1, 2)
+    if not fits(rows, rows, taps):  # compressed maps are narrower
+        return None
+    lists: list[list[Any]] = [*_by_size(kernels), *([[*spatial]] if spatial else [])]
+    alike = not spatial or family(kernels[0])[0] == family(spatial[0])[0]  # type: ignore[index]
+    first, last = (_Normed(lists),) * 2 if alike else (_Normed(lists[:-1]), _Normed(lists[-1:]))
+    stacks = [*first.stacks(), *(() if alike else last.stacks())]
+    weights = _Weights([*_excited(channel), *stacks], dtype)
+    rows, entered = _Entered.apply(rows, weights.of(kernels[0].compress))  # type: ignore[no-untyped-call]
+    hidden = first.hidden(x, weights, entered)
+    squeeze = weights.of(channel[0].squeeze) if channel else None
+    excite = weights.of(channel[0].excite).view(len(channel), x.shape[1], -1) if channel else None
+    made = first.taps(rows, hidden, weights, squeeze, excite)
+    if not spatial:
+        return made, None
+    height, width = (-(-side // spatial[0].squeeze.stride[0]) for side in x.shape[2:])
+    seen = hidden[-1] if alike else last.hidden(x, weights)[0]
+    return made, SpatialForm(seen, weights.of(spatial[0].gather), (height, width))
+
+
+class _Entered(torch.autograd.Function):
+    """rows [n, p, c] for one reader alone, and their product with a weight [d, c]: [n, p, d]
+
+    The gradient of the product is added to that of the reader while it is computed.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(rows, weight)
+        ctx.set_materialize_grads(False)
+        return rows.view_as(rows), F.linear(rows, weight)
+
+    @staticmethod
+    def backward(ctx: Any, back: Tensor | None, gradient: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+        rows, weight = ctx.saved_tensors
+        if gradient is None:
+            return back, None
+        flat_gradient = gradient.reshape(-1, weight.shape[0])
+        dweight = flat_gradient.t() @ rows.reshape(-1, weight.shape[1]) if is_wanted(ctx, 1) else None
+        if back is None or torch.is_grad_enabled() or not back.is_contiguous():
+            product = (flat_gradient @ weight).view_as(rows)
+            return product if back is None else back + product, dweight
+        back.view(-1, weight.shape[1]).addmm_(flat_gradient, weight)  # nothing else reads it
+        return back, dweight
+
+
+def _excited(modules: Sequence[ChannelAttention]) -> list[list[nn.Conv2d]]:
+    return [[m.squeeze for m in modules], [m.excite for m in modules]] if modules else []
+
+
+def _by_size(kernels: Sequence[DynamicKernel]) -> list[list[DynamicKernel]]:
+    sizes: dict[int, list[DynamicKernel]] = {}
+    for module in kernels:
+        sizes.setdefault(module.size, []).append(module)
+    return [*sizes.values()]
+
+
+def _cast(x: Tensor) -> tuple[Tensor, torch.dtype | None]:
+    """x in the dtype of computation, and that of autocast: one cast instead of one for every module."""
+    kind = x.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+    return (x if dtype is None else x.to(dtype)), dtype
 
 
 class _Weights:
@@ -333,52 +437,76 @@ class _Normed:
 
     def __init__(self, families: Sequence[list[Any]]) -> None:
         self._kernels: list[list[DynamicKernel]] = [own for own in families if isinstance(own[0], DynamicKernel)]
-        self._spatial: list[list[SpatialAttention]] = [own for own in families if isinstance(own[0], SpatialAttention)]
-        self._all: list[_WithNorm] = [*chain(*self._kernels), *chain(*self._spatial)]
+        self.spatial: list[list[SpatialAttention]] = [own for own in families if isinstance(own[0], SpatialAttention)]
+        self.every: list[DynamicKernel] = [*chain(*self._kernels)]
+        self._all: list[_WithNorm] = [*self.every, *chain(*self.spatial)]
 
     def stacks(self) -> Iterator[list[nn.Conv2d]]:
         yield [_entrance(module) for module in self._all]
-        if self._kernels:
-            yield [module.score for module in chain(*self._kernels)]
-        yield from ([module.decode for module in own] for own in self._decoded())
-        for spatial in self._spatial:
+        if self.every:
+            yield [module.score for module in self.every]
+        yield from ([module.decode for module in own] for own in self.decoded())
+        for spatial in self.spatial:
             yield [module.gather for module in spatial]
 
-    def _decoded(self) -> list[list[DynamicKernel]]:
+    def decoded(self) -> list[list[DynamicKernel]]:
         """Kernels whose last weights have one shape: as a rule all of them."""
-        alike = len({module.norm.num_features for module in chain(*self._kernels)}) == 1
-        return [[*chain(*self._kernels)]] if alike else self._kernels
+        alike = len({module.norm.num_features for module in self.every}) == 1
+        return [self.every] if alike else self._kernels
 
     def run(self, x: Tensor, weights: _Weights) -> dict[int, Tensor]:
-        first = _entrance(self._all[0])
-        y = _pointwise(x, weights.of(first), first.stride)
-        y = F.relu(normalise(y, [module.norm for module in self._all]))
-        kernels: list[list[Any]] = [[*chain(*self._kernels)]] if self._kernels else []
-        widths = [sum(module.norm.num_features for module in own) for own in [*kernels, *self._spatial]]
-        # As rows: their gradients are then concatenated as rows too, the layout that norms read.
-        rows = y.permute(0, 2, 3, 1).flatten(1, 2)
-        parts = [*torch.split(rows, widths, dim=2)] if len(widths) > 1 else [rows]
-        made = self._make_kernels(x, parts.pop(0), weights) if self._kernels else {}
-        for own, hidden in zip(self._spatial, parts, strict=True):
-            gather = weights.of(own[0].gather).permute(0, 3, 1, 2)
-            image = hidden.transpose(1, 2).reshape(len(y), -1, *y.shape[2:])
-            maps = torch.sigmoid(F.conv2d(image, gather, padding=1, groups=len(own)))
+        hidden = self.hidden(x, weights)
+        made = self._make_kernels(x, hidden, weights) if self.every else {}
+        for own, maps in zip(self.spatial, self.maps(x, hidden, weights), strict=True):
             made |= _by_id(own, maps[:, :, None], dim=1)
         return made
 
-    def _make_kernels(self, x: Tensor, compressed: Tensor, weights: _Weights) -> dict[int, Tensor]:
-        """x [n, c, h, w] and relu(norm(W1 x)) of all modules [n, h·w, Σ c/8]"""
-        c, rows = x.shape[1], x.permute(0, 2, 3, 1).flatten(1, 2)
-        score = weights.of(self._kernels[0][0].score)
-        decode = [weights.of(own[0].decode).view(len(own), c, -1) for own in self._decoded()]
-        every = [*chain(*self._kernels)]
-        taps = tuple(module.size**2 for module in every)
-        if len(decode) == 1 and fits(rows, compressed, taps):
-            made = torch.split(dynamic_kernels(rows, compressed, score, decode[0], taps), list(taps), dim=1)
-            return {id(module): _as_kernels(one, module.size) for module, one in zip(every, made, strict=True)}
+    def hidden(self, x: Tensor, weights: _Weights, entered: Tensor | None = None) -> list[Tensor]:
+        """relu(norm(W1 x)) of x [n, c, h, w]: of all kernels [n, h'·w', Σ c/8], if any, and of each list of attentions.
+
+        The stride is that of the modules. entered: W1 x as rows, if it is known.
+        """
+        first = _entrance(self._all[0])
+        if entered is None:
+            y = _pointwise(x, weights.of(first), first.stride)
+        else:
+            y = entered.view(len(x), *x.shape[2:], -1).permute(0, 3, 1, 2)
+        y = normalised(y, [module.norm for module in self._all], relu=True)
+        lists: list[list[Any]] = [self.every] if self.every else []
+        widths = [sum(module.norm.num_features for module in own) for own in [*lists, *self.spatial]]
+        # As rows: their gradients are then concatenated as rows too, the layout that norms read.
+        rows = y.permute(0, 2, 3, 1).flatten(1, 2)
+        return [*torch.split(rows, widths, dim=2)] if len(widths) > 1 else [rows]
+
+    def maps(self, x: Tensor, hidden: Sequence[Tensor], weights: _Weights) -> list[Tensor]:
+        """Spatial attentions [n, count, h', w'] from x [n, c, h, w] and `hidden`, one tensor for each list."""
+        (stride, _), found = _entrance(self._all[0]).stride, []
+        size = [-(-side // stride) for side in x.shape[2:]]
+        for own, rows in zip(self.spatial, hidden[1:] if self.every else hidden, strict=True):
+            gather = weights.of(own[0].gather).permute(0, 3, 1, 2)
+            image = rows.transpose(1, 2).reshape(len(x), -1, *size)
+            found.append(torch.sigmoid(F.conv2d(image, gather, padding=1, groups=len(own))))
+        return found
+
+    def taps(self, rows: Tensor, hidden: Sequence[Tensor], weights: _Weights, *attentions: Tensor | None) -> Tensor:
+        """`dynamic_kernels` of the rows of x [n, h·w, c], where kernels have one width."""
+        score, (decode,) = weights.of(self.every[0].score), self._decode(rows.shape[2], weights)
+        taps = tuple(module.size**2 for module in self.every)
+        return dynamic_kernels(rows, hidden[0], score, decode, taps, *attentions)
+
+    def _decode(self, channels: int, weights: _Weights) -> list[Tensor]:
+        return [weights.of(own[0].decode).view(len(own), channels, -1) for own in self.decoded()]
+
+    def _make_kernels(self, x: Tensor, hidden: Sequence[Tensor], weights: _Weights) -> dict[int, Tensor]:
+        """x [n, c, h, w]"""
+        c, rows, compressed = x.shape[1], x.permute(0, 2, 3, 1).flatten(1, 2), hidden[0]
+        decode, taps = self._decode(c, weights), [module.size**2 for module in self.every]
+        if len(decode) == 1 and fits(rows, compressed, tuple(taps)):
+            made = torch.split(self.taps(rows, hidden, weights), taps, dim=1)
+            return {id(module): as_kernels(one, module.size) for module, one in zip(self.every, made, strict=True)}
         if len(decode) == 1:
             decode = [*torch.split(decode[0], [len(own) for own in self._kernels])]
-        scores = scores_by_position(rows, score)
+        scores = scores_by_position(rows, weights.of(self.every[0].score))
         with torch.autocast(x.device.type, enabled=False):  # to float32 and back: the sums are float32 in any case
             attention = torch.softmax(scores, dim=2)
         latent = torch.bmm(compressed.transpose(1, 2), attention.transpose(1, 2))  # [n, Σ c/8, Σ k²]
@@ -392,7 +520,7 @@ class _Normed:
         return found
 
 
-def _as_kernels(taps: Tensor, size: int) -> Tensor:
+def as_kernels(taps: Tensor, size: int) -> Tensor:
     """[n, k², c] to [n, c, k, k]"""
     return taps.view(len(taps), size, size, -1).permute(0, 3, 1, 2)
 

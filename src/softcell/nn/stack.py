@@ -25,6 +25,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from itertools import groupby
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
@@ -441,7 +442,15 @@ def _reduced(y: Tensor, parts: Sequence[nn.Module]) -> Tensor:
 def _normalised(y: Tensor, parts: Sequence[nn.Module]) -> Tensor:
     """y [n, parts · c, h, w] by the norms of the parts."""
     _, norms = zip(*(_conv_and_norm(part) for part in parts), strict=True)
-    return _normed(y, norms) if _by_kernels(norms, y) else normalise(y, norms)
+    return normalised(y, norms)
+
+
+def normalised(y: Tensor, norms: Sequence[nn.BatchNorm2d], *, relu: bool = False) -> Tensor:
+    """`normalise`, then ReLU if asked; by kernels, running statistics are updated with those of all other norms."""
+    if _by_kernels(norms, y):
+        return _normed(y, norms, relu=relu)
+    y = normalise(y, norms)
+    return torch.relu(y) if relu else y
 
 
 def _by_kernels(norms: Sequence[nn.BatchNorm2d], y: Tensor) -> bool:
@@ -457,6 +466,11 @@ def _normed(y: Tensor, norms: Sequence[nn.BatchNorm2d], *, relu: bool = False, p
     )
     y, mean, variance = normed(y, scale, shift, first.eps, relu=relu, parts=parts)
     rows = y.numel() // mean.numel()
-    planes = (mean.view(len(norms), -1), variance.view(len(norms), -1))
-    update_running_by_plane(list(enumerate(norms)), *planes, rows / max(rows - 1, 1))
+    start = 0
+    for width, alike in groupby(norms, lambda norm: norm.num_features):
+        own = list(enumerate(alike))
+        end = start + len(own) * width
+        planes = mean[start:end].view(-1, width), variance[start:end].view(-1, width)
+        update_running_by_plane(own, *planes, rows / max(rows - 1, 1))
+        start = end
     return y

@@ -9,32 +9,42 @@ These classes own no parameters: weights and running statistics stay in the modu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import functools
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from softcell.arch import Live, Mix, WeightMix
-from softcell.kernels.backend import current_settings
+from softcell.kernels.backend import current_settings, runs_triton
 from softcell.kernels.cell import Read, readers
 from softcell.kernels.norm import scaled
 from softcell.nn.calibrate import Calibration, run_calibrations
 from softcell.nn.conv import FactorisedReduction, ReLUFirst
 from softcell.nn.norm import recomputed
 from softcell.nn.stack import grouped, run_stacked, stack_key
+from softcell.spaces._calibration_sums import CalibrationSums, Source, plan_source, weights_of
 from softcell.spaces._fused_cell import FusedCell, Norms, prepared
 from softcell.spaces._fused_plan import Entry, Form, plan, plan_apart, remembered_form
-from softcell.spaces.block import watched
+from softcell.spaces.block import Block, watched
 from softcell.spaces.edges import Bottleneck, NodeInputs, PartialChannels, node_value
-from softcell.spaces.execution import Execution, is_modules_only, plan_modules, shares_activations
+from softcell.spaces.execution import (
+    Execution,
+    compute_type,
+    is_modules_only,
+    plan_modules,
+    shares_activations,
+)
 from softcell.spaces.execution import plan as plan_execution
 
 if TYPE_CHECKING:
     from softcell.spaces.cell import MixedCell
+
+T = TypeVar("T")
 
 
 def run_by_node(
@@ -50,16 +60,20 @@ def run_by_node(
     factors [choices, n]: of drop-path. execution: anything except `FUSED_CELL`.
     """
     values = list(states)
-    inputs: dict[int, NodeInputs] = {target: NodeInputs([], [], set()) for target in cell.table.targets}
+    inputs: dict[int, NodeInputs] = {target: NodeInputs() for target in cell.table.targets}
     executors: dict[int, NodeExecutor] = {}
     rests: dict[int, Tensor] = {}  # values that bypass the candidates, by source
-    chosen = {} if cell.block is None else cell.block.read_weights(mix, site, factors)
+    chosen = functools.cache(lambda: {} if cell.block is None else cell.block.read_weights(mix, site, factors))
+    calibrations = _calibration_sums(cell, mix, site, factors, states[0])
+    weights = _program_weights(cell, mix, site) if execution is Execution.FUSED_SUMS else None
     for node in range(max(cell.table.targets) + 1):
         if node >= cell.inputs:
             if cell.block is None:
                 value = inputs[node].plus(cell.combiner.combine(inputs[node].outputs, mix, site, factors))
             else:
                 x = executors[cell.block.residual[node]].value() if node in cell.block.residual else None
+                if calibrations is not None:
+                    inputs[node].calibrations.extend(calibrations.take(node))
                 value = cell.block.value(node, inputs[node], x, chosen, mix, site, factors)
             if cell.partial is None:
                 value = node_value(node, value, states[0], cell.spec, cell.bottleneck)
@@ -80,12 +94,13 @@ def run_by_node(
             if cell.partial is not None:
                 rests[node] = cell.partial.bypass(values[node], cell.stride_from(node))
             summed, made = False, dict[int, Tensor]()
-            if execution is Execution.FUSED_SUMS:
-                summed = run_node_sums(cell, node, executor, mix, site, factors, inputs)
+            if weights is not None:
+                summed = run_node_sums(cell, node, executor, mix, site, factors, inputs, weights)
             elif execution is Execution.FUSED_OUTPUTS:
                 made = run_node_outputs(cell, node, executor, mix, site)
             rest = None if isinstance(mix, WeightMix) else rests.get(node)
-            _run_modules(cell, node, executor, mix, site, factors, inputs, made, rest, calibrations_only=summed)
+            own = (cell, node, executor, mix, site, factors, inputs, made, rest, calibrations)
+            _run_modules(*own, calibrations_only=summed)
             watch = watched(site)
             if watch is not None and watch.source == node:
                 watch.made = _all_outputs(cell, watch.choice, executor)
@@ -102,12 +117,14 @@ def _run_modules(
     inputs: Mapping[int, NodeInputs],
     made: Mapping[int, Tensor],
     rest: Tensor | None,
+    calibrations: CalibrationSums | None,
     *,
     calibrations_only: bool,
 ) -> None:
     """Adds the outputs of a node's live outgoing candidates to the inputs of their targets; made: known outputs.
 
     rest: the values that bypass the candidates, for mixes that combine outputs of all channels themselves.
+    calibrations: adds up those whose target is reached.
     """
     live = mix.live(site)
     leaving = [
@@ -117,8 +134,10 @@ def _run_modules(
     ]
     if calibrations_only:
         leaving = [one for one in leaving if isinstance(one[-1], Calibration)]
-    again = {choice: mix.recomputes(site, choice) for choice, *_ in leaving}
     width, reached = cell.table.width, cell.reached(live)
+    if calibrations is not None and calibrations.add(node, executor.value):
+        leaving = [one for one in leaving if not (isinstance(one[-1], Calibration) and one[-2] in reached)]
+    again = {choice: mix.recomputes(site, choice) for choice, *_ in leaving}
     # Recomputed choices run one by one below, since a group would keep their activations.
     executor.together(
         module
@@ -206,6 +225,90 @@ class NodeExecutor:
         return self._activated
 
 
+class _Weights(NamedTuple):
+    """The mixing weights [choices · width] of the programs of a cell, and the residual nodes whose share they hold."""
+
+    flat: Tensor
+    shares: Collection[int]
+
+
+_KNOWN: ContextVar[dict[Hashable, tuple[Tensor, Any]] | None] = ContextVar("known", default=None)
+"""What is made of the weights of a mix, which all cells of a kind share in a pass."""
+
+
+def _once(weights: Tensor, key: Hashable, make: Callable[[], T]) -> T:
+    """`make()`, once in a pass of all cells for these weights of a mix and this key."""
+    known = _KNOWN.get()
+    if known is None:
+        return make()
+    if (id(weights), key) not in known:
+        known[id(weights), key] = weights, make()  # with the tensor itself, so that no other gets its id
+    found: T = known[id(weights), key][1]
+    return found
+
+
+def _program_weights(cell: MixedCell, mix: Mix, site: int) -> _Weights:
+    """The weights of the programs that add up the features of nodes."""
+    assert isinstance(mix, WeightMix)
+    own, live = mix.weights(site), mix.live(site)
+    places = {} if cell.block is None else dict(_identities(cell, cell.block, live))
+    block = cell.block
+    if block is None or not places:
+        return _Weights(own.flatten(), ())
+    key = cell.table.name, live
+    return _once(own, key, lambda: _Weights(block.with_shares(own, places).flatten(), places))
+
+
+def _identities(cell: MixedCell, block: Block, live: Live | None) -> Iterator[tuple[int, tuple[frozenset[int], int]]]:
+    """Residual nodes whose live features are one program with an identity, these features, and the identity."""
+    for node, source in block.residual.items():
+        form = cell.node_sums.of(source, live, cell.stride_from(source))
+        if form is None or node not in form.candidates:
+            continue
+        for k, entry in cell.live_features(source, live):
+            if entry.target == node and type(entry.module) is nn.Identity:
+                yield node, (form.candidates[node], k)
+                break
+
+
+def _programs(cell: MixedCell, mix: Mix, site: int, x: Tensor) -> Iterator[FusedCell]:
+    """The programs that a cell will run, of the whole cell or of the sums of its nodes."""
+    execution, live = plan_execution(cell, mix, site, x), mix.live(site)
+    if execution is Execution.FUSED_CELL and (whole := cell.fused(live)) is not None:
+        yield whole
+    elif execution is Execution.FUSED_SUMS:
+        forms = (cell.node_sums.of(node, live, cell.stride_from(node)) for node in cell.leaving)
+        yield from (form.cell for form in forms if form is not None)
+
+
+def _calibration_sums(
+    cell: MixedCell, mix: Mix, site: int, factors: Tensor | None, x: Tensor
+) -> CalibrationSums | None:
+    """The sums of calibrations of a cell in this pass, where a GPU forms them at once; x: an input node."""
+    block = cell.block
+    if block is None or not block.sums_at_once(mix, site, factors) or watched(site) is not None or not runs_triton(x):
+        return None
+    live, width = mix.live(site), cell.table.width
+    if any(mix.recomputes(site, choice) for choice in range(len(cell.table))):
+        return None
+    reached, sources = cell.reached(live), dict[int, Source]()
+    for node, leaving in cell.leaving.items():
+        edges = [
+            (module, target, choice * width + k)
+            for entry, choice, k, target in leaving
+            if (live is None or k in live[choice]) and target in reached
+            if isinstance(module := cell.edges.module(entry), Calibration)
+        ]
+        source = plan_source(edges) if edges else None
+        if source is not None:
+            sources[node] = source
+    if not sources:
+        return None
+    own, dtype, forms = mix.weights(site), compute_type(x), tuple(source.form for source in sources.values())
+    weights = _once(own, (forms, dtype), lambda: weights_of(own.flatten(), forms, dtype, block.constants))
+    return CalibrationSums(dict(zip(sources, zip(sources.values(), weights, strict=True), strict=True)))
+
+
 @contextmanager
 def mixed_pass(cells: Iterable[MixedCell], mix: Mix, x: Tensor) -> Iterator[None]:
     """Within this context, which a pass of all cells of a supernet needs only for speed, fused cells share launches.
@@ -213,18 +316,19 @@ def mixed_pass(cells: Iterable[MixedCell], mix: Mix, x: Tensor) -> Iterator[None
     Their weights are flattened and converted, running statistics collected, and gradients of mixing weights summed,
     together. x: any tensor of the batch, [n, ...].
     """
-    forms = {
-        site: form
-        for site, cell in enumerate(cells)
-        if plan_execution(cell, mix, site, x) is Execution.FUSED_CELL
-        and (form := cell.fused(mix.live(site))) is not None
-    }
-    token = _READ.set(_read_together(mix, forms) if current_settings().mixes_together else {})
+    sites, programs = list[int](), list[FusedCell]()
+    for site, cell in enumerate(cells):
+        programs += _programs(cell, mix, site, x)
+        if plan_execution(cell, mix, site, x) is Execution.FUSED_CELL and cell.fused(mix.live(site)) is not None:
+            sites.append(site)
+    read = _READ.set(_read_together(mix, sites) if current_settings().mixes_together else {})
+    known = _KNOWN.set({})
     try:
-        with prepared(list(forms.values()), x):
+        with prepared(programs, x):
             yield
     finally:
-        _READ.reset(token)
+        _KNOWN.reset(known)
+        _READ.reset(read)
 
 
 _READ: ContextVar[dict[int, Read] | None] = ContextVar("read", default=None)
@@ -266,18 +370,19 @@ def run_node_sums(
     site: int,
     factors: Tensor | None,
     inputs: Mapping[int, NodeInputs],
+    weights: _Weights,
 ) -> bool:
     """Runs the outgoing features of a node as one program; returns False if they must run one by one."""
-    assert isinstance(mix, WeightMix)
     form = cell.node_sums.of(node, mix.live(site), cell.stride_from(node))
     if form is None:
         return False
     if factors is not None and cell.block is not None:
         factors = cell.block.undropped(factors)
-    _, *sums = form.cell([executor.value()], mix.weights(site).flatten(), factors)
+    _, *sums = form.cell([executor.value()], weights.flat, factors)
     for (target, candidates), value in zip(form.candidates.items(), sums, strict=True):
         inputs[target].sums.append(value)
         inputs[target].summed.update(candidates)
+        inputs[target].has_share = target in weights.shares
     return True
 
 

@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, Protocol
 
@@ -53,20 +53,17 @@ class _Concatenated(torch.autograd.Function):
 
 
 class _Composed(torch.autograd.Function):
-    """The flat weights [size] of a cell, composed from its modules' weights.
+    """The flat weights [size] of a cell, which are composed from its modules' weights; they are known already.
 
-    One for each cell: the weights' gradients of a cell are computed while others are still running.
+    One for each cell, made just before the cell runs: backward, the gradients of its weights are then the next to be
+    computed, while other cells are still running.
     """
 
     @staticmethod
-    def forward(ctx: Any, cell: FusedCell, stream: torch.cuda.Stream | None, *weights: Tensor) -> Tensor:
+    def forward(ctx: Any, cell: FusedCell, flat: Tensor, *weights: Tensor) -> Tensor:
         ctx.cell = cell
         ctx.save_for_backward(*weights)
-        with torch.cuda.stream(stream):
-            factors = torch.cat([as_vector(w) for w in weights])
-            out = factors.new_empty(cell.program.size)
-            compose(factors, out, cell.recipes, cell.program.channels)
-            return out
+        return flat.view_as(flat)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
@@ -77,7 +74,8 @@ class _Composed(torch.autograd.Function):
 class Prepared:
     """What a cell's program reads of its modules: flat weights [size], in their own dtype and in that of computation.
 
-    running [2, planes, c]: running mean and variance by plane, if norms use them.
+    flat: without gradients if it is composed (`FusedCell.connected`). running [2, planes, c]: running mean and variance
+    by plane, if norms use them.
     """
 
     flat: Tensor
@@ -86,7 +84,7 @@ class Prepared:
 
 
 _ALIGNED = 16
-"""Weights of several cells share a vector only if all sizes are multiples of this, so that kernels read whole words."""
+"""Weights of cells in one vector begin at multiples of this, so that kernels read whole words."""
 
 
 def prepare(cells: Sequence[FusedCell], x: Tensor) -> list[Prepared]:
@@ -107,15 +105,40 @@ def prepare(cells: Sequence[FusedCell], x: Tensor) -> list[Prepared]:
 
 def _flats(cells: Sequence[FusedCell], stream: torch.cuda.Stream | None) -> list[Tensor]:
     """The flat weights [size] of each cell. stream: for launches, instead of the current one."""
-    if all(cell.are_copies and cell.program.size % _ALIGNED == 0 for cell in cells):
-        weights = [w for cell in cells for w in cell.parameters()]
-        return list(_Concatenated.apply(cells, stream, *weights))  # type: ignore[no-untyped-call]
-    return [
-        _Concatenated.apply([cell], stream, *cell.parameters())[0]  # type: ignore[no-untyped-call]
-        if cell.are_copies
-        else _Composed.apply(cell, stream, *cell.parameters())  # type: ignore[no-untyped-call]
-        for cell in cells
-    ]
+    copied = [cell for cell in cells if cell.are_copies]
+    groups = [copied] if all(cell.program.size % _ALIGNED == 0 for cell in copied) else [[cell] for cell in copied]
+    found: dict[int, Tensor] = {}
+    for group in groups:
+        if group:
+            weights = [w for cell in group for w in cell.parameters()]
+            flats = _Concatenated.apply(group, stream, *weights)  # type: ignore[no-untyped-call]
+            found.update(zip(map(id, group), flats, strict=True))
+    with torch.no_grad(), torch.cuda.stream(stream):
+        found |= _composed([cell for cell in cells if not cell.are_copies])
+    return [found[id(cell)] for cell in cells]
+
+
+def _composed(cells: Sequence[FusedCell]) -> dict[int, Tensor]:
+    """The flat weights [size] by the id of each cell, without gradients: one launch for all cells of one width."""
+    if not cells:
+        return {}
+    factors = torch.cat([as_vector(w) for cell in cells for w in cell.parameters()])
+    recipes: dict[int, list[Recipe]] = {}
+    places: list[int] = []
+    read = written = 0
+    for cell in cells:
+        own = recipes.setdefault(cell.program.channels, [])
+        own += [
+            replace(r, matrix=r.matrix + read, depthwise=r.depthwise + read, target=r.target + written)
+            for r in cell.recipes
+        ]
+        places.append(written)
+        read += sum(w.numel() for w in cell.parameters())
+        written += -(-cell.program.size // _ALIGNED) * _ALIGNED
+    out = factors.new_empty(written)
+    for channels, listed in recipes.items():
+        compose(factors, out, tuple(listed), channels)
+    return {id(cell): out[start : start + cell.program.size] for start, cell in zip(places, cells, strict=True)}
 
 
 _PREPARED: ContextVar[Mapping[int, Prepared]] = ContextVar("prepared", default=MappingProxyType({}))
@@ -164,8 +187,8 @@ class FusedCell:
         device, training = states[0].device, self.training
         dtype = compute_type(states[0])
         given = _PREPARED.get().get(id(self)) or prepare([self], states[0])[0]
-        flat = given.flat
         with torch.autocast(device.type, enabled=False):
+            flat = self.connected(given)
             mix = flat.detach() if mix is None else mix  # not read in this case, but kernels need a pointer
             mix = mix.to(torch.promote_types(dtype, torch.float32))
             n, _, height, width = states[0].shape
@@ -182,6 +205,13 @@ class FusedCell:
                     raise ValueError(f"training needs more than 1 value per channel, but got {tuple(nodes[0].shape)}")
                 update_running_by_plane(self.norms, moments[0], moments[2], rows / (rows - 1))
         return [*states, *nodes]
+
+    def connected(self, given: Prepared) -> Tensor:
+        """The flat weights [size], with gradients to the modules' weights."""
+        if self.are_copies:
+            return given.flat
+        with backward_on_second_stream(given.flat.device):
+            return _Composed.apply(self, given.flat, *self.parameters())  # type: ignore[no-any-return, no-untyped-call]
 
     def parameters(self) -> list[Tensor]:
         """The convolutions' weights, in the order of the recipes."""

@@ -21,10 +21,11 @@ calibration weighs 1/m among the m connections that its choice keeps, as it woul
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
+from typing import TypeGuard
 
 import torch
 from torch import Tensor
@@ -33,6 +34,7 @@ from softcell.arch import Live, Mix, Table, WeightMix
 from softcell.kernels.mix import small_weighted_sum
 from softcell.nn.calibrate import Calibration, calibrated
 from softcell.nn.candidates import get_candidate
+from softcell.spaces._calibration_sums import Constants
 from softcell.spaces._fused_plan import remembered
 from softcell.spaces.edges import Combiner, NodeInputs, Output, total
 from softcell.spaces.execution import is_modules_only
@@ -119,20 +121,23 @@ class Block:
         self.residual = {node: table.choices[choice].source for node, choice in self._choices.items()}
         self._positions: dict[Live | None, list[tuple[int, ...]] | None] = {}
         self._columns: dict[tuple[torch.device, int, tuple[int, ...]], Tensor] = {}
+        self.constants: Constants = {}
+        self._masks: dict[tuple[torch.device, torch.dtype, Hashable], tuple[Tensor, Tensor]] = {}
 
     def value(
         self,
         node: int,
         inputs: NodeInputs,
         x: Tensor | None,
-        chosen: Chosen,
+        chosen: Callable[[], Chosen],
         mix: Mix,
         site: int,
         factors: Tensor | None,
     ) -> Tensor | None:
         """The value [n, c, h, w] of a node with features and calibrations as inputs (Eq 2-5); None: no features.
 
-        x: the source of a residual node, None at others. factors [choices, n]: drop-path's.
+        x: the source of a residual node, None at others. chosen: reads the weights of calibrations. factors
+        [choices, n]: drop-path's.
         """
         outputs = inputs.outputs
         live = mix.live(site) if isinstance(mix, WeightMix) and mix.is_picked(site) else None
@@ -144,8 +149,9 @@ class Block:
         if x is not None:
             # `sum`, not `combine`: drop-path never drops the sum of a residual node.
             base = inputs.plus(self._combiner.sum(features, mix, site))
-            rest = self.rest(node, inputs.summed | {k for _, k, _ in features}, x, mix, site) * x
-            base = rest if base is None else base + rest
+            if not inputs.has_share:
+                rest = self.rest(node, inputs.summed | {k for _, k, _ in features}, x, mix, site) * x
+                base = rest if base is None else base + rest
         else:
             base = inputs.plus(self._combiner.combine(features, mix, site, factors))
         if base is None:
@@ -153,10 +159,11 @@ class Block:
         watch = watched(site)
         if watch is not None and watch.target == node:
             base = watch.features = base.view_as(base)  # a sum of one term is that map itself, which others may read
-        made = [
+        made = list(inputs.calibrations)
+        made += [
             (self._calibrations[op], one)
             for op, own in calibrations.items()
-            if (one := self._sum_calibrations(own, chosen, mix, site, factors)) is not None
+            if (one := self._sum_calibrations(own, chosen(), mix, site, factors)) is not None
         ]
         if is_modules_only():
             # Eq 3 term by term: the twin of `calibrated`.
@@ -220,12 +227,33 @@ class Block:
             taken = torch.zeros_like(one) if combined is None else combined
         return (1.0 - taken).clamp(min=0.0)
 
+    def with_shares(self, weights: Tensor, places: Mapping[int, tuple[Set[int], int]]) -> Tensor:
+        """Mixing weights [choices, width] in which identities also carry the share of their source (`rest`).
+
+        places: by residual node its live features, and which of them is the identity. A program that adds up the
+        features then adds the share, too.
+        """
+        key = tuple((self._choices[node], tuple(sorted(own)), k) for node, (own, k) in sorted(places.items()))
+        if (weights.device, weights.dtype, key) not in self._masks:
+            features, identities = (torch.zeros(weights.shape) for _ in range(2))
+            for choice, own, k in key:
+                features[choice, list(own)] = 1.0
+                identities[choice, k] = 1.0
+            self._masks[weights.device, weights.dtype, key] = features.to(weights), identities.to(weights)
+        features, identities = self._masks[weights.device, weights.dtype, key]
+        taken = (weights * features).sum(1, keepdim=True)
+        return torch.addcmul(weights, (1.0 - taken).clamp(min=0.0), identities)
+
+    def sums_at_once(self, mix: Mix, site: int, factors: Tensor | None) -> TypeGuard[WeightMix]:
+        """Whether calibrations are summed by weights that can be read all at once."""
+        if not isinstance(mix, WeightMix) or mix.is_picked(site):
+            return False
+        # With drop-path weights are read choice by choice (`Combiner.combine`).
+        return not (factors is not None or is_modules_only() or torch.compiler.is_compiling())
+
     def read_weights(self, mix: Mix, site: int, factors: Tensor | None) -> Chosen:
         """The weights of all calibrations at once, where the mix is plain weights."""
-        if not isinstance(mix, WeightMix) or mix.is_picked(site):
-            return {}
-        # With drop-path weights are read choice by choice (`Combiner.combine`).
-        if factors is not None or is_modules_only() or torch.compiler.is_compiling():
+        if not self.sums_at_once(mix, site, factors):
             return {}
         return self.weights_of_calibrations(mix.weights(site).flatten(), mix.live(site))
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
-from typing import NamedTuple
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +13,7 @@ from softcell.arch import Mix, Pick, Table, WeightMix
 from softcell.errors import UserError
 from softcell.kernels.mix import weighted_sum
 from softcell.kernels.norm import scaled
+from softcell.nn.calibrate import Calibration
 from softcell.nn.candidates import Spec, get_candidate
 
 SpecOf = Callable[[int], Spec]
@@ -163,12 +163,15 @@ Output = tuple[int, int, Tensor | None]
 """Choice, candidate and its output; None for zeros."""
 
 
-class NodeInputs(NamedTuple):
+@dataclass(slots=True)
+class NodeInputs:
     """The inputs of a node of a mixed cell, as far as they are known."""
 
-    outputs: list[Output]
-    sums: list[Tensor]  # of features, weighted (and dropped) already
-    summed: set[int]  # the candidates in these sums
+    outputs: list[Output] = field(default_factory=list)
+    sums: list[Tensor] = field(default_factory=list)  # of features, weighted (and dropped) already
+    summed: set[int] = field(default_factory=set)  # the candidates in these sums
+    has_share: bool = False  # the sums contain the share of a residual node's source
+    calibrations: list[tuple[Calibration, Tensor]] = field(default_factory=list)  # weighted sums already
 
     def plus(self, value: Tensor | None) -> Tensor | None:
         """The sums and `value`, the sum of the other features."""

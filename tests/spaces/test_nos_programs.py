@@ -1,0 +1,138 @@
+"""NOS cells that run as on a GPU, by programs of each node, compute what their modules compute."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from softcell.arch import Live, WeightMix
+from softcell.nn import calibrate
+from softcell.spaces import Supernet, _executors, build_space, execution
+from softcell.spaces._calibration_sums import CalibrationSums
+from softcell.spaces.block import Block
+from softcell.spaces.execution import is_modules_only, modules_only
+
+SIZE = {"cells": 3, "channels": 4, "nodes": 2}
+WITHOUT_SKIP = {"features": ("sep_conv_3x3", "avg_pool_3x3")}
+
+
+@pytest.fixture(autouse=True)
+def added(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Cells on the CPU take the GPU code path; how many sums each node that calibrates added to."""
+    found: list[int] = []
+
+    def noted(sums: CalibrationSums, node: int, value: Any) -> bool:
+        done = plainly(sums, node, value)
+        found.append(len(sums._pending[-1].targets) if done else 0)
+        return done
+
+    plainly = CalibrationSums.add
+    monkeypatch.setattr(CalibrationSums, "add", noted)
+    monkeypatch.setattr(execution, "kernels_serve", lambda x: not is_modules_only())
+    monkeypatch.setattr(_executors, "runs_triton", lambda x: True)
+    monkeypatch.setattr(calibrate, "fits", lambda x, compressed, taps: True)
+    return found
+
+
+@pytest.fixture
+def shares(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many nodes got the share of their source by the weights of a program, for each call."""
+    found: list[int] = []
+
+    def noted(block: Block, weights: Tensor, places: Any) -> Tensor:
+        found.append(len(places))
+        return plainly(block, weights, places)
+
+    plainly = Block.with_shares
+    monkeypatch.setattr(Block, "with_shares", noted)
+    return found
+
+
+def lives_of(supernet: Supernet, run: tuple[int, ...]) -> dict[int, Live]:
+    """Every choice of every cell runs these candidates."""
+    layout = supernet.layout
+    return {site: tuple(run for _ in layout.table(name).choices) for site, name in enumerate(layout.sites)}
+
+
+def outcome(
+    *,
+    plain: bool,
+    space: dict[str, Any],
+    run: tuple[int, ...] | None = None,
+    scale: float = 1.0,
+    training: bool = True,
+    dropping: bool = False,
+    alone: bool = False,
+    dtype: torch.dtype = torch.float64,
+) -> list[Tensor | None]:
+    """Output, gradients of everything, and buffers. scale: of the weights, whose sum is then beyond one.
+
+    alone: every cell prepares for itself what cells of a pass share.
+    """
+    torch.manual_seed(0)
+    supernet = build_space("nos", {**SIZE, **space}).supernet((3, 8, 8), 5).to(dtype).train(training)
+    supernet.use_drop_path(0.5 if dropping else 0.0)
+    supernet.drop_path.set_fraction(1.0)
+    layout = supernet.layout
+    logits = {t.name: torch.randn(t.shape, dtype=dtype).requires_grad_() for t in layout.tables}
+    weights = {name: scale * torch.softmax(own, 1) for name, own in logits.items()}
+    mix = WeightMix(layout, weights, None if run is None else lives_of(supernet, run))
+    x = torch.randn(4, 3, 8, 8, dtype=dtype)
+    torch.manual_seed(1)
+    with modules_only() if plain else nullcontext():
+        y = supernet(x, mix)
+    wanted = [*logits.values(), *supernet.parameters()]
+    gradients = torch.autograd.grad(y.square().sum(), wanted, allow_unused=True)
+    return [y, *gradients, *supernet.buffers()]
+
+
+def require_equal(found: list[Tensor | None], expected: list[Tensor | None], tolerance: float) -> None:
+    assert len(found) == len(expected)
+    for a, b in zip(found, expected, strict=True):
+        assert (a is None) == (b is None), "an unused parameter has no gradient"
+        if a is not None and b is not None:
+            largest = max(float(b.detach().abs().max()), 1e-3) if b.is_floating_point() else 0.0
+            torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance * largest)
+
+
+EVERY = [2, 2, 1, 1, 1] * 3
+"""Of three cells: from inputs to both surrogates, from a surrogate to its node, from the first node to a surrogate."""
+
+
+@pytest.mark.parametrize(
+    ("how", "num_shares", "num_sums"),
+    [
+        ({}, [2, 2], EVERY),  # shares of the normal cell, and of the two reduction cells
+        ({"training": False}, [2, 2], EVERY),
+        ({"dropping": True}, [2, 2], []),  # each edge has a factor of its own
+        ({"scale": 3.0}, [2, 2], EVERY),  # some sources get no share
+        ({"run": (0, 4, 6, 7, 10)}, [2, 2], EVERY),
+        ({"run": (0, 4, 8, 9)}, [], EVERY),  # no identity
+        ({"run": (0, 7, 8)}, [], []),  # no kernel
+        ({"run": (0, 8, 10)}, [], EVERY),
+        ({"run": (6,)}, [], []),  # identities alone need no program
+        ({"run": (6, 9)}, [], EVERY),
+        ({"space": WITHOUT_SKIP}, [], EVERY),
+        ({"space": {"share_features": True}}, [2, 2], [0, 0, 1, 1, 1] * 3),  # a module that two edges share
+        ({"space": {"dynamics": ("dynamic_conv_3x3", "dil_dynamic_conv_5x5")}}, [2, 2], []),
+        ({"space": {"nodes": 3}}, [3, 3], [3, 3, 1, 2, 1, 1, 1] * 3),
+    ],
+    ids=str,
+)
+def test_programs_of_nodes_compute_what_modules_compute(
+    how: dict[str, Any], num_shares: list[int], num_sums: list[int], shares: list[int], added: list[int]
+) -> None:
+    given = {"space": {}, **how}
+    found = outcome(plain=False, **given)
+    assert shares == num_shares and added == num_sums
+    expected = outcome(plain=True, **given)
+    assert shares == num_shares and added == num_sums, "only programs read such weights"
+    require_equal(found, expected, 1e-6 if "dropping" in how else 1e-9)  # drop-path's factors are float32
+
+
+def test_float32_differs_by_rounding() -> None:
+    require_equal(*(outcome(plain=plain, space={}, dtype=torch.float32) for plain in (False, True)), 1e-3)
