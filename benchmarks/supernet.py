@@ -55,6 +55,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "torch batches": {"batch_kernels": False},
     "separate copies": {"copies_along": False},
     "module norms": {"block_norms": False},
+    "separate mixes": {"mixes_together": False},
     "2 stages": {"convolve": (128, 4, 2), "input": (64, 4, 2), "weight": (128, 4, 2)},
     "64 columns": {"convolve": (64, 4, 3), "weight": (64, 4, 3)},
 }

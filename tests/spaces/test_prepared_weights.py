@@ -13,6 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from softcell.arch import WeightMix
 from softcell.arch.notation import from_nb201
+from softcell.kernels.backend import cell_settings
+from softcell.kernels.cell import readers
 from softcell.spaces import Supernet, _executors, build_space, execution
 from softcell.spaces._fused_cell import FusedCell, prepare
 from softcell.spaces.execution import fused_networks, is_modules_only, modules_only
@@ -159,3 +161,52 @@ def test_a_derived_network_concatenates_its_parameters_once(monkeypatch: pytest.
         with Named() as operations:
             network(torch.randn(4, 3, 8, 8))
     assert operations.seen.count("aten.cat") == 2
+
+
+def gradients_of_the_mix(
+    supernet: Supernet, *, together: bool, stage: int = -1, again: bool = False
+) -> tuple[list[Tensor], list[str]]:
+    """Gradients of the architecture alone in float64, or of their squares, and the operations of the backward pass."""
+    images = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(2)).double()
+    with cell_settings(mixes_together=together):
+        mix, leaves = mix_of(supernet, dtype=torch.float64)
+        loss = supernet.features(images, mix)[stage].square().sum()
+        with Named() as named:
+            found = torch.autograd.grad(loss, leaves, create_graph=again, retain_graph=True, allow_unused=True)
+        if again:
+            known = [g for g in found if g is not None]
+            found = torch.autograd.grad(sum(g.square().sum() for g in known), leaves, allow_unused=True)
+        else:
+            for a, b in zip(found, torch.autograd.grad(loss, leaves, allow_unused=True), strict=True):
+                assert a is b is None or torch.equal(a, b), "a second backward pass writes to the same memory"
+    return [torch.zeros(()) if g is None else g for g in found], named.seen
+
+
+@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("stage", [-1, 0, 1])
+@pytest.mark.parametrize("space", SIZES)
+def test_gradients_of_a_table_that_cells_share_are_summed_at_once(
+    space: str, stage: int, again: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(execution, "kernels_serve", lambda x: not is_modules_only())
+    supernet = supernet_of(space).double()
+    mine, seen = gradients_of_the_mix(supernet, together=True, stage=stage, again=again)
+    theirs, expected = gradients_of_the_mix(supernet, together=False, stage=stage, again=again)
+    for a, b in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
+    if stage == -1 and not again:
+        cells = {"nb201": 3, "darts": 2}[space]  # of DARTS the reductions
+        assert expected.count("aten.zeros_like") - seen.count("aten.zeros_like") == cells
+        assert len(seen) < len(expected)
+
+
+def test_a_table_that_one_cell_reads_and_a_mix_without_gradient_stay_as_they_are() -> None:
+    table = torch.rand(6, requires_grad=True)
+    with torch.no_grad():
+        assert all(read.mix is table and read.room is None for read in readers(table, 3))
+    assert all(read.mix is table.detach() or read.room is None for read in readers(table.detach(), 3))
+    found = readers(table, 3)
+    assert [read.room is not None for read in found] == [True] * 3
+    loss = sum((i + 1) * read.mix.sum() for i, read in enumerate(found[:2]))
+    [gradient] = torch.autograd.grad(loss, table)
+    assert torch.equal(gradient, torch.full((6,), 3.0)), "of readers that are no cells"

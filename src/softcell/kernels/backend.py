@@ -59,6 +59,7 @@ class CellSettings:
     values (NAS-Bench-1Shot1) run by the library inside the fused cell (`kernels.library_conv`); 128 is not measured.
     batch_kernels: a search with fused cells augments each batch, and counts the metrics of a step, by one launch each.
     copies_along: the input of a cell, and the gradient of its output, are copied by kernels that read them anyway.
+    mixes_together: gradients of a table of mixing weights that several cells read are summed by one launch.
     block_norms: norms around the cells of a supernet run with what follows them (`softcell.nn.fused_convs`).
     """
 
@@ -72,6 +73,7 @@ class CellSettings:
     library_channels: int = 128
     batch_kernels: bool = True
     copies_along: bool = True
+    mixes_together: bool = True
     block_norms: bool = True
 
 

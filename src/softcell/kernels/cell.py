@@ -97,6 +97,50 @@ class Program:
         return bool(self.rectified) and self.channels >= current_settings().library_channels
 
 
+@dataclass(frozen=True, slots=True)
+class Read:
+    """Mixing weights [size] as one of several readers sees them.
+
+    room [size]: zeros, where the reader's gradient may be written; None: it allocates its own.
+    """
+
+    mix: Tensor
+    room: Tensor | None = None
+
+
+def readers(mix: Tensor, count: int) -> list[Read]:
+    """Mixing weights [size], flat, for `count` cells; their gradients are summed by one launch."""
+    if not (mix.requires_grad and torch.is_grad_enabled()):
+        return [Read(mix)] * count
+    room = torch.zeros(count, *mix.shape, dtype=mix.dtype, device=mix.device)
+    found: tuple[Tensor, ...] = _Readers.apply(_Room(room), mix)  # type: ignore[no-untyped-call]
+    return [Read(own, part) for own, part in zip(found, room.unbind(), strict=True)]
+
+
+@dataclass(frozen=True, slots=True)
+class _Room:
+    """A tensor that autograd does not see."""
+
+    tensor: Tensor
+
+
+class _Readers(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, room: _Room, mix: Tensor) -> tuple[Tensor, ...]:
+        ctx.room = room.tensor
+        ctx.set_materialize_grads(False)
+        return tuple(mix.view_as(mix) for _ in range(len(room.tensor)))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, Tensor | None]:
+        room: Tensor = ctx.room
+        pairs = zip(gradients, room.unbind(), strict=True)
+        if all(own is not None and own.data_ptr() == part.data_ptr() for own, part in pairs):
+            return None, room.sum(0)
+        known = [own for own in gradients if own is not None]
+        return None, torch.stack(known).sum(0) if known else None
+
+
 def mixed_cell(
     program: Program,
     dtype: torch.dtype,
@@ -107,6 +151,7 @@ def mixed_cell(
     *states: Tensor,
     shared: SharedRows | None = None,
     converted: Tensor | None = None,
+    room: Tensor | None = None,
 ) -> tuple[list[Tensor], Tensor]:
     """Values of the program's results, each [n, c, h', w'] channels-last, and the planes' statistics [3, planes, c].
 
@@ -115,10 +160,13 @@ def mixed_cell(
     and variance to normalise with, or None to use batch statistics; factors [choices, n] float32: drop-path's scale for
     each choice and sample, or None; states: the input nodes, [n, c, h, w]. The statistics are mean, 1/√(variance + eps)
     and biased variance; they have no gradient and are undefined for planes without a norm. shared: merges batch
-    statistics over all ranks with one collective per norm group. converted: the weights in `dtype`, if known.
+    statistics over all ranks with one collective per norm group. converted: the weights in `dtype`, if known. room: for
+    the gradient of the mix (`Read`).
     """
+    # Gradients of other dtypes are converted, and for other readers than cells they are not written there.
+    own_room = None if room is None or room.dtype != mix.dtype else _Room(room)
     *nodes, moments = _MixedCell.apply(  # type: ignore[no-untyped-call]
-        program, dtype, shared, mix, weights, converted, running, factors, *states
+        program, dtype, shared, own_room, mix, weights, converted, running, factors, *states
     )
     return nodes, moments
 
@@ -133,8 +181,9 @@ def mixed_cell_reference(
     *states: Tensor,
     shared: SharedRows | None = None,
     converted: Tensor | None = None,
+    room: Tensor | None = None,
 ) -> tuple[list[Tensor], Tensor]:
-    """The plain twin of `mixed_cell`, differentiated by autograd; it converts the weights itself."""
+    """The plain twin of `mixed_cell`, differentiated by autograd; it converts the weights itself and needs no room."""
     height, width = (-(-s // program.stride) for s in states[0].shape[2:])
     planes: dict[int, Tensor] = {i: state.permute(0, 2, 3, 1).to(dtype) for i, state in enumerate(states)}
     weights = weights.to(dtype)
@@ -192,6 +241,7 @@ class _MixedCell(torch.autograd.Function):
         program: Program,
         dtype: torch.dtype,
         shared: SharedRows | None,
+        room: _Room | None,
         mix: Tensor,
         given_weights: Tensor,
         converted: Tensor | None,
@@ -250,6 +300,7 @@ class _MixedCell(torch.autograd.Function):
         for planes in program.finished:
             normalise(buffer, moments, planes)
         ctx.program, ctx.dtype, ctx.by_batch = program, dtype, running is None
+        ctx.room = None if room is None else room.tensor
         ctx.shared, ctx.by_library = shared if running is None else None, by_library
         ctx.second_stream = uses_second_stream(buffer.device)
         ctx.save_for_backward(mix, given_weights, weights, running, factors, moments, winners, buffer, given, *states)
@@ -270,7 +321,10 @@ class _MixedCell(torch.autograd.Function):
         mix_wanted = is_wanted(ctx, 0)  # inputs: mix, weights, states; weight steps need no mix gradient
         mix_gradient: Tensor | None = None
         if program.terms:  # no kernel writes weights of `none`; all scales and shifts are written
-            mix_gradient = torch.zeros_like(mix) if mix_wanted and mix.dim() == 1 else torch.empty_like(mix)
+            if mix_wanted and mix.dim() == 1:
+                mix_gradient = torch.zeros_like(mix) if ctx.room is None else ctx.room
+            else:
+                mix_gradient = torch.empty_like(mix)
         arrived = dict(zip(program.results, grads[:-1], strict=True))
         for plane in (plane for plane, own in arrived.items() if own is None):
             if plane >= program.nodes or program.wave_of(plane) is None:  # otherwise the wave writes it first
@@ -332,7 +386,7 @@ class _MixedCell(torch.autograd.Function):
                 weight_gradient(buffer, gradient, flat, [g for wave in others for g in wave.first])
                 weight_gradient(buffer, gradient, flat, [g for wave in program.waves for g in wave.second])
         inputs = [given_gradient[i].permute(0, 3, 1, 2).to(state.dtype) for i, state in enumerate(states)]
-        return None, None, None, mix_gradient if mix_wanted else None, weight_grad, None, None, None, *inputs
+        return None, None, None, None, mix_gradient if mix_wanted else None, weight_grad, None, None, None, *inputs
 
 
 def _readable(program: Program, states: Sequence[Tensor], dtype: torch.dtype) -> Tensor | None:
@@ -426,4 +480,4 @@ def _differentiable_backward(
         return mixed_cell_reference(program, dtype, mix, weights, *constants, *states, shared=shared)[0]
 
     dmix, dweights, *dstates = by_twin(twin, leaves, grads)
-    return None, None, None, dmix, dweights, None, None, None, *dstates
+    return None, None, None, None, dmix, dweights, None, None, None, *dstates

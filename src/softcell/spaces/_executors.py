@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Generic, TypeVar
 
@@ -18,6 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from softcell.arch import Live, Mix, WeightMix
+from softcell.kernels.backend import current_settings
+from softcell.kernels.cell import Read, readers
 from softcell.kernels.norm import scaled
 from softcell.nn.calibrate import Calibration, run_calibrations
 from softcell.nn.conv import FactorisedReduction, ReLUFirst
@@ -207,17 +210,39 @@ class NodeExecutor:
 def mixed_pass(cells: Iterable[MixedCell], mix: Mix, x: Tensor) -> Iterator[None]:
     """Within this context, which a pass of all cells of a supernet needs only for speed, fused cells share launches.
 
-    Their weights are flattened and converted, and running statistics collected, together. x: any tensor of the batch,
-    [n, ...].
+    Their weights are flattened and converted, running statistics collected, and gradients of mixing weights summed,
+    together. x: any tensor of the batch, [n, ...].
     """
-    forms = [
-        form
+    forms = {
+        site: form
         for site, cell in enumerate(cells)
         if plan_execution(cell, mix, site, x) is Execution.FUSED_CELL
         and (form := cell.fused(mix.live(site))) is not None
-    ]
-    with prepared(forms, x):
-        yield
+    }
+    token = _READ.set(_read_together(mix, forms) if current_settings().mixes_together else {})
+    try:
+        with prepared(list(forms.values()), x):
+            yield
+    finally:
+        _READ.reset(token)
+
+
+_READ: ContextVar[dict[int, Read] | None] = ContextVar("read", default=None)
+"""The mixing weights of the sites that the pass of a supernet has not reached yet."""
+
+
+def _read_together(mix: Mix, sites: Iterable[int]) -> dict[int, Read]:
+    """The weights of those sites that read the same table as another one."""
+    if not isinstance(mix, WeightMix):
+        return {}
+    by_table: dict[int, list[int]] = {}
+    for site in sites:
+        by_table.setdefault(id(mix.weights(site)), []).append(site)
+    found: dict[int, Read] = {}
+    for own in by_table.values():
+        if len(own) > 1:
+            found |= zip(own, readers(mix.weights(own[0]).flatten(), len(own)), strict=True)
+    return found
 
 
 def run_fused_cell(
@@ -226,7 +251,11 @@ def run_fused_cell(
     """The values of all nodes of a cell that has a fused form; factors [choices, n]: of drop-path."""
     fused = cell.fused(mix.live(site))
     assert fused is not None and isinstance(mix, WeightMix)
-    return fused(states, mix.weights(site).flatten(), factors)
+    # Each reader has room for one gradient, so a cell that runs again reads the table itself.
+    read = (_READ.get() or {}).pop(site, None)
+    if read is None:
+        return fused(states, mix.weights(site).flatten(), factors)
+    return fused(states, read.mix, factors, read.room)
 
 
 def run_node_sums(

@@ -154,10 +154,12 @@ class FusedCell:
         states: Sequence[Tensor],
         mix: Tensor | None = None,
         factors: Tensor | None = None,
+        room: Tensor | None = None,
     ) -> list[Tensor]:
         """Maps input nodes [n, c, h, w] and mixing weights, in the form of `mixed_cell`, to the values of all nodes.
 
         mix: None if every output is returned separately. factors [choices, n]: of drop-path, by choice and sample.
+        room: for the gradient of the mix (`kernels.cell.Read`).
         """
         device, training = states[0].device, self.training
         dtype = compute_type(states[0])
@@ -171,7 +173,7 @@ class FusedCell:
             own_rows = n * -(-height // stride) * -(-width // stride)
             shared = SharedRows(own_rows) if training and shares_norms() else None
             own = (self.program, dtype, mix, flat, given.running, factors)
-            nodes, moments = mixed_cell(*own, *states, shared=shared, converted=given.converted)
+            nodes, moments = mixed_cell(*own, *states, shared=shared, converted=given.converted, room=room)
             if training:
                 rows: int | Tensor = own_rows
                 if shared is not None and shared.total is not None:
