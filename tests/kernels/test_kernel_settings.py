@@ -207,6 +207,28 @@ def test_copies_by_other_kernels_give_the_same_bits(
     assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("channels", [8, 3, 1])
+@pytest.mark.parametrize("planes", [(2, 3, 4), (1, 2), (2,), (0, 2, 4), (3, 2, 1), ()])
+def test_gradients_of_a_concatenation_are_copied_at_once(
+    planes: tuple[int, ...], channels: int, dtype: torch.dtype
+) -> None:
+    """Whatever the planes and the memory of the parts, each part is in its plane and all other planes are untouched."""
+    whole = torch.randn(4, 5, 3, 6 * channels).to(dtype)
+    parts = torch.split(whole, channels, dim=3)
+    for chosen in (parts[1:], parts[1::2], (parts[0], parts[2], parts[3]), tuple(x.clone() for x in parts)):
+        maps = dict(zip(planes, chosen, strict=False))
+        buffer = torch.full((6, 4, 5, 3, channels), 7.0, dtype=dtype)
+        cell_kernels._copy_planes(buffer, maps)
+        for plane in range(6):
+            assert torch.equal(buffer[plane], maps.get(plane, torch.full_like(buffer[plane], 7.0)))
+    # The gradient of a mean over pixels repeats one number.
+    repeated = torch.split(torch.randn(4, 1, 1, 2 * channels).to(dtype).expand(4, 5, 3, -1), channels, dim=3)
+    buffer = torch.empty(2, 4, 5, 3, channels, dtype=dtype)
+    cell_kernels._copy_planes(buffer, dict(enumerate(repeated)))
+    assert torch.equal(buffer, torch.stack(repeated))
+
+
 @ON_GPU
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["chosen", "one stream", "early launch", "fewer reads", "separate copies"])

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -333,9 +334,7 @@ class _MixedCell(torch.autograd.Function):
             given_gradient[plane].zero_()  # nothing reads it
         given_grads = {plane: own.permute(0, 2, 3, 1) for plane, own in arrived.items() if own is not None}
         along = {plane: own for plane, own in given_grads.items() if _copied_along(program, mix, gradient, plane, own)}
-        copied = [(gradient[plane], own) for plane, own in given_grads.items() if plane not in along]
-        if copied:
-            torch._foreach_copy_([to for to, _ in copied], [of for _, of in copied])
+        _copy_planes(gradient, {plane: own for plane, own in given_grads.items() if plane not in along})
         for planes in program.finished:
             partial = _room_for_sums(buffer, moments)
             gradient_sums(buffer, gradient, partial, planes)
@@ -406,6 +405,28 @@ def _copied_along(program: Program, mix: Tensor, gradient: Tensor, plane: int, o
     if not terms or program.wave_of(plane) is not None or _only_distributes(mix, terms):
         return False
     return own.is_contiguous() and own.dtype == gradient.dtype
+
+
+def _copy_planes(buffer: Tensor, maps: dict[int, Tensor]) -> None:
+    """Copies maps [n, h, w, c] to planes of a buffer; equal parts of one map, as of a concatenation, by one launch."""
+    if not maps:
+        return
+    (first, *_), (own, *others) = maps, maps.values()
+    steps = {b.storage_offset() - a.storage_offset() for a, b in pairwise(maps.values())}
+    alike = all(x.stride() == own.stride() and x.dtype == own.dtype for x in others)
+    is_one = len({x.untyped_storage().data_ptr() for x in maps.values()}) == 1
+    if not (current_settings().copies_along and alike and is_one and len(steps) == 1 and min(steps) > 0) or any(
+        plane != first + i for i, plane in enumerate(maps)
+    ):
+        torch._foreach_copy_([buffer[plane] for plane in maps], list(maps.values()))
+        return
+    parts = own.as_strided((len(maps), *own.shape), (*steps, *own.stride()), own.storage_offset())
+    to = buffer[first : first + len(maps)]
+    size = 8 // own.element_size()  # copies with gaps handle one element at a time
+    numbers = (own.shape[-1], parts.storage_offset(), to.storage_offset(), *parts.stride()[:-1])
+    if to.dtype == own.dtype and own.stride(-1) == 1 and not any(number % size for number in numbers):
+        to, parts = to.view(torch.int64), parts.view(torch.int64)
+    to.copy_(parts)
 
 
 def _only_distributes(mix: Tensor, terms: Sequence[Term]) -> bool:
