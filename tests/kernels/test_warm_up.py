@@ -105,10 +105,12 @@ def test_a_pass_of_a_copy_shows_what_a_step_launches(probability: float, space: 
     assert all(torch.equal(value, before[name]) for name, value in network.state_dict().items())
     assert network.training and all(p.grad is None for p in network.parameters())
     wanted: set[Compilation] = set()
+    # Maps on a GPU are channels-last.
+    images, held = (torch.randn(n, 3, 16, 16).contiguous(memory_format=torch.channels_last) for n in (BATCH, 5))
     with dry_launches(wanted.add), fused_networks(), cell_settings(**settings):
-        network(torch.randn(BATCH, 3, 16, 16)).sum().backward()
+        network(images).sum().backward()
         with torch.no_grad():
-            network.eval()(torch.randn(5, 3, 16, 16))
+            network.eval()(held)
     assert set(found) == wanted
     some = {
         "nb201": {"_combine", "_combine_finish_by_channel", "_convolve"},
