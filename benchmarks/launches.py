@@ -48,7 +48,9 @@ KERNELS: list[tuple[Any, dict[str, int]]] = [
     (
         kernels,
         {
-            **dict.fromkeys(("pool", "convolve", "finish_moments", "normalise", "gradient_sums", "combine"), 1),
+            **dict.fromkeys(
+                ("pool", "convolve", "convolve_and_pool", "finish_moments", "normalise", "gradient_sums", "combine"), 1
+            ),
             **dict.fromkeys(("input_gradient", "masked_input_gradient", "gather_gradient", "distribute_gradient"), 1),
             **{"normalise_gradient": 2, "weight_gradient": 2, "combine_gradient": 3},
         },

@@ -45,7 +45,7 @@ COMPARED_STEPS = 3
 TAPS = ("convolve", "input", "weight")
 """Fields that are entries of `taps_triton.SHAPES`: maximum columns, warps, stages."""
 FEWER = {"moments_values": 2048, "moments_warps": 4, "sums_values": 1024, "splits": 64, "reads_ahead": False}
-BEFORE = dict.fromkeys(("batch_kernels", "copies_along", "block_norms", "mixes_together"), False)
+BEFORE = dict.fromkeys(("batch_kernels", "copies_along", "block_norms", "mixes_together", "pools_together"), False)
 """Steps before row 11 of the first table in benchmarks/NOTES.md."""
 CHANGES: dict[str, dict[str, Any]] = {
     "chosen": {},
@@ -58,6 +58,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "separate copies": {"copies_along": False},
     "module norms": {"block_norms": False},
     "separate mixes": {"mixes_together": False},
+    "separate pools": {"pools_together": False},
     "row 10": BEFORE,
     "2 stages": {"convolve": (128, 4, 2), "input": (64, 4, 2), "weight": (128, 4, 2)},
     "64 columns": {"convolve": (64, 4, 3), "weight": (64, 4, 3)},

@@ -33,7 +33,7 @@ NAMES = {
         "combine_gradient",
         "distribute_gradient",
     },
-    "pool": {"pool", "gather_gradient"},
+    "pool": {"pool", "convolve_and_pool", "gather_gradient"},
     "taps": {"convolve", "masked_input_gradient", "input_gradient", "weight_gradient"},
 }
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")

@@ -178,21 +178,28 @@ def test_inputs_and_output_gradients_are_copied_by_kernels_that_read_them(
     training: bool, drops: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[str] = []
-    pool, combine_gradient = cell_kernels.pool, cell_kernels.combine_gradient
+    combine_gradient = cell_kernels.combine_gradient
 
-    def noting_pool(*given: Any, copies: bool) -> None:
-        seen.extend(["input"] * copies)
-        pool(*given, copies=copies)
+    def noting(run: Any) -> Any:
+        def noting_pool(*given: Any, copies: bool, **named: Any) -> None:
+            seen.extend(["input"] * copies)
+            run(*given, copies=copies, **named)
+
+        return noting_pool
 
     def noting_gradient(*given: Any, arrived: Tensor | None, **named: Any) -> None:
         seen.extend(["gradient"] * (arrived is not None))
         combine_gradient(*given, arrived=arrived, **named)
 
-    monkeypatch.setattr(cell_kernels, "pool", noting_pool)
+    for name in ("pool", "convolve_and_pool"):
+        monkeypatch.setattr(cell_kernels, name, noting(getattr(cell_kernels, name)))
     monkeypatch.setattr(cell_kernels, "combine_gradient", noting_gradient)
-    mine, theirs = copied_along("nb201", training=training, drops=drops, dtype=torch.float32)
-    assert seen == ["input", "gradient"]
-    assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
+    for together in (True, False):
+        seen.clear()
+        with cell_settings(pools_together=together):
+            mine, theirs = copied_along("nb201", training=training, drops=drops, dtype=torch.float32)
+        assert seen == ["input", "gradient"]
+        assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
 
 
 @with_tail
@@ -205,6 +212,54 @@ def test_copies_by_other_kernels_give_the_same_bits(
 ) -> None:
     mine, theirs = copied_along(space, training=training, drops=drops, dtype=dtype)
     assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
+
+
+@with_tail
+@pytest.mark.parametrize("along", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("channels", "size"), [(3, (5, 7)), (16, (32, 32)), (48, (9, 11)), (64, (8, 8)), (65, (4, 4))])
+def test_pools_in_the_launch_of_convolutions_give_the_same_bits(
+    channels: int, size: tuple[int, int], dtype: torch.dtype, along: bool, filled_memory: None
+) -> None:
+    if INTERPRETED and channels * size[0] * size[1] > 5000:
+        pytest.skip("takes minutes in the interpreter")
+    cell = build_cell("nb201", channels=channels).to(DEVICE)
+    states, weights = random_inputs(cell, size, 3, torch.float32)
+    x = states[0].to(DEVICE, dtype).contiguous(memory_format=torch.channels_last)
+    found = []
+    for together in (True, False):
+        with cell_settings(pools_together=together, copies_along=along):
+            found.append(fuse(copy.deepcopy(cell))([x], weights.to(DEVICE).flatten()))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+@with_tail
+@pytest.mark.parametrize("number", [0, 1])
+def test_averages_that_are_normalised_are_measured_in_the_launch_of_convolutions(number: int) -> None:
+    """Cells without strides and with."""
+    cell = build_cell("darts", number, candidates=("none", "avg_pool_3x3", "skip_connect", "sep_conv_3x3")).to(DEVICE)
+    states, weights = random_inputs(cell, (9, 8), 3, torch.float32)
+    found = []
+    for together in (True, False):
+        own = copy.deepcopy(cell)
+        with cell_settings(pools_together=together):
+            nodes = fuse(own)([s.to(DEVICE) for s in states], weights.to(DEVICE).flatten())
+        found.append([*nodes, *own.buffers()])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("norm", [True, False])
+def test_pools_with_a_maximum_and_wide_cells_launch_on_their_own(norm: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    called: list[int] = []
+    run = cell_kernels.convolve_and_pool
+    monkeypatch.setattr(cell_kernels, "convolve_and_pool", lambda *g, **n: (called.append(1), run(*g, **n)))
+    for space, channels, expected in (("nb201", 64, 3), ("nb201", 65, 0), ("darts", 4, 0)):
+        called.clear()
+        cell = build_cell(space, channels=channels)
+        states, weights = random_inputs(cell, (4, 4), 2, torch.float32)
+        with cell_settings(pools_together=norm):
+            fuse(cell)(states, weights.flatten())
+        assert len(called) == (min(expected, max(cell.table.targets)) if norm else 0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])

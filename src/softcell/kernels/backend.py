@@ -60,6 +60,7 @@ class CellSettings:
     batch_kernels: a search with fused cells augments each batch, and counts the metrics of a step, by one launch each.
     copies_along: the input of a cell, and the gradient of its output, are copied by kernels that read them anyway.
     mixes_together: gradients of a table of mixing weights that several cells read are summed by one launch.
+    pools_together: average pools without a maximum share a launch with the convolutions that read the same nodes.
     block_norms: norms around the cells of a supernet run with what follows them (`softcell.nn.fused_convs`).
     """
 
@@ -74,6 +75,7 @@ class CellSettings:
     batch_kernels: bool = True
     copies_along: bool = True
     mixes_together: bool = True
+    pools_together: bool = True
     block_norms: bool = True
 
 

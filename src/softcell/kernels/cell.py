@@ -32,7 +32,16 @@ from softcell.kernels.norm import (
     scaled,
     weighted,
 )
-from softcell.kernels.pool import NONE, Leaving, Pool, average_pool, gather_gradient, pool
+from softcell.kernels.pool import (
+    MAX_TOGETHER,
+    NONE,
+    Leaving,
+    Pool,
+    average_pool,
+    convolve_and_pool,
+    gather_gradient,
+    pool,
+)
 from softcell.kernels.schedule import alongside, uses_second_stream
 from softcell.kernels.shared import SharedRows
 from softcell.kernels.taps import (
@@ -289,8 +298,13 @@ class _MixedCell(torch.autograd.Function):
             x = read if node < program.inputs else buffer
             measured = any(plane in wave.measured for p in wave.pools for plane in (p.largest, p.average))
             copies = node < program.inputs and read is not given
-            pool(x, buffer, winners, partial if measured else None, wave.pools, copies=copies)
-            if by_library:
+            together = not by_library and _pools_together(wave, c)
+            if not together:
+                pool(x, buffer, winners, partial if measured else None, wave.pools, copies=copies)
+            if together:
+                own = (x, weights, buffer, partial, wave.first, wave.pools)
+                convolve_and_pool(*own, measured=measured, copies=copies)
+            elif by_library:
                 library_conv.convolve(x, weights, buffer, partial, wave.first, wave.measured)
             else:
                 convolve(x, weights, buffer, partial, wave.first)
@@ -386,6 +400,13 @@ class _MixedCell(torch.autograd.Function):
                 weight_gradient(buffer, gradient, flat, [g for wave in program.waves for g in wave.second])
         inputs = [given_gradient[i].permute(0, 3, 1, 2).to(state.dtype) for i, state in enumerate(states)]
         return None, None, None, None, mix_gradient if mix_wanted else None, weight_grad, None, None, None, *inputs
+
+
+def _pools_together(wave: Wave, channels: int) -> bool:
+    """Whether the pools of a wave share a launch with its convolutions."""
+    if not (current_settings().pools_together and wave.first and wave.pools) or channels > MAX_TOGETHER:
+        return False
+    return all(p.largest == NONE for p in wave.pools)
 
 
 def _readable(program: Program, states: Sequence[Tensor], dtype: torch.dtype) -> Tensor | None:

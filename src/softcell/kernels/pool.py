@@ -15,7 +15,7 @@ from torch import Tensor
 
 from softcell.kernels.backend import runs_triton, triton_kernels
 from softcell.kernels.norm import scaled
-from softcell.kernels.taps import tile_moments
+from softcell.kernels.taps import Group, convolve_reference, tile_moments
 
 NONE = -1
 
@@ -81,6 +81,41 @@ def pool_reference(
         for plane in (p.largest, p.average):
             if partial is not None and plane != NONE:
                 partial[:, :, plane] = tile_moments(y[plane : plane + 1])[:, :, 0]
+
+
+MAX_TOGETHER = 64
+"""Channels up to which averages and convolutions share a launch: more values of a tile do not fit the registers."""
+
+
+def convolve_and_pool(
+    x: Tensor,
+    weights: Tensor,
+    y: Tensor,
+    partial: Tensor | None,
+    groups: Sequence[Group],
+    pools: Sequence[Pool],
+    *,
+    measured: bool,
+    copies: bool,
+) -> None:
+    """`convolve` and `pool`, for averages only, by one launch; measured: pools write to `partial`, too."""
+    kernel = triton_kernels("pool").convolve_and_pool if runs_triton(x) else convolve_and_pool_reference
+    kernel(x, weights, y, partial, groups, pools, measured=measured, copies=copies)
+
+
+def convolve_and_pool_reference(
+    x: Tensor,
+    weights: Tensor,
+    y: Tensor,
+    partial: Tensor | None,
+    groups: Sequence[Group],
+    pools: Sequence[Pool],
+    *,
+    measured: bool,
+    copies: bool,
+) -> None:
+    pool_reference(x, y, y, partial if measured else None, pools, copies=copies)
+    convolve_reference(x, weights, y, partial, groups)
 
 
 def gather_gradient(

@@ -6,19 +6,23 @@ import triton.language as tl
 
 from softcell.kernels.backend import table
 from softcell.kernels.taps import TILE
-from softcell.kernels.taps_triton import await_previous, launching
+from softcell.kernels.taps_triton import await_previous, convolve_launch, convolve_tile, launching
+
+POOL_VALUES = 2048
+"""Values of a tile of a pool that shares a launch with convolutions: 16 for each thread of four warps."""
 
 
-@triton.jit(do_not_specialize=["rows", "height", "width", "out_height", "out_width", "planes"])
-def _pool(
-    x_ptr, y_ptr, winners_ptr, partial_ptr, jobs_ptr, rows, height, width, out_height, out_width, x_plane, planes,
-    C: tl.constexpr, CB: tl.constexpr, STRIDE: tl.constexpr, BLOCK: tl.constexpr, STATS: tl.constexpr,
+@triton.jit
+def _pool_tile(
+    number, tile, x_ptr, y_ptr, winners_ptr, partial_ptr, jobs_ptr, rows, height, width, out_height, out_width, x_plane,
+    planes, C: tl.constexpr, CB: tl.constexpr, STRIDE: tl.constexpr, BLOCK: tl.constexpr, STATS: tl.constexpr,
     LARGEST: tl.constexpr, COPIES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    job = jobs_ptr + tl.program_id(1) * 4
+    """A tile of BLOCK rows of job `number`."""
+    job = jobs_ptr + number * 4
     source, largest, average, slot = tl.load(job), tl.load(job + 1), tl.load(job + 2), tl.load(job + 3)
     await_previous(EARLY)
-    m = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    m = tile * BLOCK + tl.arange(0, BLOCK)
     c = tl.arange(0, CB)
     c_ok = c < C
     m_ok = m < rows
@@ -57,16 +61,54 @@ def _pool(
         tl.store(winners_ptr + slot * size + inner, winner.to(tl.uint8), mask=ok & (largest >= 0))
     tl.store(y_ptr + average * size + inner, mean.to(y_ptr.dtype.element_ty), mask=ok & (average >= 0))
     if STATS:
-        present = tl.minimum(rows - tl.program_id(0) * BLOCK, BLOCK)
+        present = tl.minimum(rows - tile * BLOCK, BLOCK)
         for which in tl.static_range(2):
             plane = largest if which == 0 else average
             value = best if which == 0 else mean
             value = tl.where(ok, value.to(y_ptr.dtype.element_ty).to(tl.float32), 0.0)
             sums = tl.sum(value, 0)
             centred = tl.where(ok, value - (sums / present)[None, :], 0.0)
-            to = partial_ptr + (tl.program_id(0) * planes + plane) * C + c
+            to = partial_ptr + (tile * planes + plane) * C + c
             tl.store(to, sums, mask=c_ok & (plane >= 0))
             tl.store(to + tl.num_programs(0) * planes * C, tl.sum(centred * centred, 0), mask=c_ok & (plane >= 0))
+
+
+@triton.jit(do_not_specialize=["rows", "height", "width", "out_height", "out_width", "planes"])
+def _pool(
+    x_ptr, y_ptr, winners_ptr, partial_ptr, jobs_ptr, rows, height, width, out_height, out_width, x_plane, planes,
+    C: tl.constexpr, CB: tl.constexpr, STRIDE: tl.constexpr, BLOCK: tl.constexpr, STATS: tl.constexpr,
+    LARGEST: tl.constexpr, COPIES: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    _pool_tile(
+        tl.program_id(1), tl.program_id(0), x_ptr, y_ptr, winners_ptr, partial_ptr, jobs_ptr, rows, height, width,
+        out_height, out_width, x_plane, planes, C, CB, STRIDE, BLOCK, STATS, LARGEST, COPIES, EARLY,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["rows", "height", "width", "out_height", "out_width", "planes", "convolutions"])
+def _convolve_and_pool(
+    x_ptr, w_ptr, y_ptr, partial_ptr, jobs_ptr, rows, height, width, out_height, out_width, x_plane, y_plane, planes,
+    pools_ptr, convolutions, C: tl.constexpr, CB: tl.constexpr, CP: tl.constexpr, STRIDE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STATS: tl.constexpr,
+    PARTS: tl.constexpr, POOL_STATS: tl.constexpr, COPIES: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """The first programs along the second axis of the grid convolve, the others compute averages.
+
+    A tile of a convolution is PARTS tiles of a pool, which need fewer registers.
+    """
+    number = tl.program_id(1)
+    if number < convolutions:
+        convolve_tile(
+            number, x_ptr, w_ptr, y_ptr, partial_ptr, jobs_ptr, rows, height, width, out_height, out_width, x_plane,
+            y_plane, planes, C, CB, STRIDE, BLOCK_M, BLOCK_N, BLOCK_K, STATS, PRECISION, EARLY,
+        )  # fmt: skip
+    else:
+        number -= convolutions
+        tile = tl.program_id(0) * PARTS + number % PARTS
+        _pool_tile(
+            number // PARTS, tile, x_ptr, y_ptr, y_ptr, partial_ptr, pools_ptr, rows, height, width, out_height,
+            out_width, x_plane, planes, C, CP, STRIDE, BLOCK_M // PARTS, POOL_STATS, False, COPIES, EARLY,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["rows", "height", "width", "out_height", "out_width", "samples"])
@@ -156,6 +198,19 @@ def pool(x, y, winners, partial, pools, *, copies=False):
         x, y, winners, y if partial is None else partial, table(jobs, x.device), rows, x.shape[2], x.shape[3],
         y.shape[2], y.shape[3], x[0].numel(), len(y), STRIDE=pools[0].stride, BLOCK=block, STATS=partial is not None,
         LARGEST=_has_maximum(pools), COPIES=copies, num_warps=8, **settings,
+    )  # fmt: skip
+
+
+def convolve_and_pool(x, weights, y, partial, groups, pools, *, measured, copies):
+    assert not _has_maximum(pools) and pools[0].stride == groups[0].window.stride
+    assert not copies or pools[0].stride == 1
+    jobs, arguments, options = convolve_launch(x, weights, y, partial, groups)
+    listed = table(tuple((p.source, p.largest, p.average, p.slot) for p in pools), x.device)
+    rows, c = y[0].numel() // y.shape[-1], y.shape[-1]
+    measured, wide = measured and partial is not None, triton.next_power_of_2(c)
+    parts = 1 if measured else min(TILE, max(1, TILE * wide // POOL_VALUES))  # statistics are those of a whole tile
+    _convolve_and_pool[(triton.cdiv(rows, TILE), jobs + parts * len(pools))](
+        *arguments, listed, jobs, CP=wide, PARTS=parts, POOL_STATS=measured, COPIES=copies, **options,
     )  # fmt: skip
 
 

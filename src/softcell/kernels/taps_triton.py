@@ -51,8 +51,9 @@ def launching():
     return {"EARLY": False}
 
 
-@triton.jit(do_not_specialize=["rows", "height", "width", "out_height", "out_width", "planes"])
-def _convolve(
+@triton.jit
+def convolve_tile(
+    number,
     x_ptr,
     w_ptr,
     y_ptr,
@@ -76,7 +77,8 @@ def _convolve(
     PRECISION: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    job = jobs_ptr + tl.program_id(1) * 9
+    """What program `number` along the second axis of the grid computes: a tile of rows of one group."""
+    job = jobs_ptr + number * 9
     size, magic, dilation = tl.load(job), tl.load(job + 1), tl.load(job + 2)
     padding, source, first = tl.load(job + 3), tl.load(job + 4), tl.load(job + 5)
     offset, column, columns = tl.load(job + 6) * C, tl.load(job + 7) * BLOCK_N, tl.load(job + 8) * C
@@ -125,6 +127,58 @@ def _convolve(
         at = partial_ptr + (tl.program_id(0) * planes + plane) * C + c_out
         tl.store(at, total, mask=n_ok)
         tl.store(at + tl.num_programs(0) * planes * C, tl.sum(centred * centred, 0), mask=n_ok)
+
+
+@triton.jit(do_not_specialize=["rows", "height", "width", "out_height", "out_width", "planes"])
+def _convolve(
+    x_ptr,
+    w_ptr,
+    y_ptr,
+    partial_ptr,
+    jobs_ptr,
+    rows,
+    height,
+    width,
+    out_height,
+    out_width,
+    x_plane,
+    y_plane,
+    planes,
+    C: tl.constexpr,
+    CB: tl.constexpr,
+    STRIDE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    STATS: tl.constexpr,
+    PRECISION: tl.constexpr,
+    EARLY: tl.constexpr,
+):
+    convolve_tile(
+        tl.program_id(1),
+        x_ptr,
+        w_ptr,
+        y_ptr,
+        partial_ptr,
+        jobs_ptr,
+        rows,
+        height,
+        width,
+        out_height,
+        out_width,
+        x_plane,
+        y_plane,
+        planes,
+        C,
+        CB,
+        STRIDE,
+        BLOCK_M,
+        BLOCK_N,
+        BLOCK_K,
+        STATS,
+        PRECISION,
+        EARLY,
+    )
 
 
 @triton.jit(do_not_specialize=["rows", "height", "width", "out_height", "out_width", "planes"])
@@ -303,6 +357,12 @@ def _columns(largest, limit):
 
 
 def convolve(x, weights, y, partial, groups):
+    jobs, arguments, options = convolve_launch(x, weights, y, partial, groups)
+    _convolve[(triton.cdiv(y[0].numel() // y.shape[-1], TILE), jobs)](*arguments, **options)
+
+
+def convolve_launch(x, weights, y, partial, groups):
+    """The number of jobs, and the arguments and options of a launch."""
     c, settings = x.shape[-1], _settings(x)
     most, warps, stages = SHAPES["convolve"]
     block = _columns(max(g.count for g in groups) * c, most if x.dtype != torch.float32 else 64)
@@ -312,7 +372,7 @@ def convolve(x, weights, y, partial, groups):
         for column in _cut(g.count * c, block)
     )
     rows = y[0].numel() // c
-    _convolve[(triton.cdiv(rows, TILE), len(jobs))](
+    arguments = (
         x,
         weights,
         y,
@@ -326,15 +386,18 @@ def convolve(x, weights, y, partial, groups):
         x[0].numel(),
         y[0].numel(),
         len(y),
-        STRIDE=groups[0].window.stride,
-        BLOCK_M=TILE,
-        BLOCK_N=block,
-        BLOCK_K=64 if x.dtype != torch.float32 else 32,
-        STATS=partial is not None,
-        num_warps=warps,
-        num_stages=stages,
-        **settings,
     )
+    options = {
+        "STRIDE": groups[0].window.stride,
+        "BLOCK_M": TILE,
+        "BLOCK_N": block,
+        "BLOCK_K": 64 if x.dtype != torch.float32 else 32,
+        "STATS": partial is not None,
+        "num_warps": warps,
+        "num_stages": stages,
+        **settings,
+    }
+    return len(jobs), arguments, options
 
 
 def _gradient_job(part, out, column, channels):
