@@ -191,8 +191,9 @@ def mixed_cell_reference(
     *states: Tensor,
     shared: SharedRows | None = None,
     converted: Tensor | None = None,
+    room: Tensor | None = None,
 ) -> tuple[list[Tensor], Tensor]:
-    """The plain twin of `mixed_cell`, differentiated by autograd; it converts the weights itself."""
+    """The plain twin of `mixed_cell`, differentiated by autograd; it converts the weights itself and needs no room."""
     height, width = (-(-s // program.stride) for s in states[0].shape[2:])
     planes: dict[int, Tensor] = {i: state.permute(0, 2, 3, 1).to(dtype) for i, state in enumerate(states)}
     weights = weights.to(dtype)
