@@ -15,7 +15,7 @@ import softcell.kernels
 from softcell.kernels import block_norm, calibrate, indicator, library_conv, local, norm, pool, taps
 from softcell.kernels.warm_up import Target
 from softcell.nn import attention, stack
-from softcell.spaces import execution
+from softcell.spaces import _executors, execution
 from softcell.spaces.execution import is_modules_only
 
 HOPPER = Target("cuda", 90, 32)
@@ -44,7 +44,19 @@ def take_for_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     for kernel in all_kernels():  # without what earlier tests have compiled
         monkeypatch.setattr(kernel, "device_caches", defaultdict(kernel.create_binder))
     monkeypatch.setattr(execution, "kernels_serve", lambda x: bool(x.numel()) and not is_modules_only())
-    for module in (attention, block_norm, calibrate, indicator, library_conv, local, norm, pool, stack, taps):
+    for module in (
+        _executors,
+        attention,
+        block_norm,
+        calibrate,
+        indicator,
+        library_conv,
+        local,
+        norm,
+        pool,
+        stack,
+        taps,
+    ):
         monkeypatch.setattr(module, "runs_triton", _runs_triton)
 
 

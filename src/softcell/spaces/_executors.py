@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from softcell.arch import Live, Mix, WeightMix
 from softcell.kernels.backend import runs_triton
 from softcell.kernels.norm import scaled
-from softcell.nn.calibrate import Calibration, run_calibrations
+from softcell.nn.calibrate import Calibration, run_calibrations, weights_prepared
 from softcell.nn.conv import FactorisedReduction, ReLUFirst
 from softcell.nn.norm import recomputed
 from softcell.nn.stack import grouped, run_stacked, stack_key
@@ -280,17 +280,15 @@ def _programs(cell: MixedCell, mix: Mix, site: int, x: Tensor) -> Iterator[Fused
         yield from (form.cell for form in forms if form is not None)
 
 
-def _calibration_sums(
-    cell: MixedCell, mix: Mix, site: int, factors: Tensor | None, x: Tensor
-) -> CalibrationSums | None:
-    """The sums of calibrations of a cell in this pass, where a GPU forms them at once; x: an input node."""
+def _sources(cell: MixedCell, mix: Mix, site: int, *, drops: bool, x: Tensor) -> dict[int, Source]:
+    """The calibrations that leave the nodes of a cell, where a GPU adds them to all sums at once; x: an input node."""
     block = cell.block
-    if block is None or not block.sums_at_once(mix, site, factors) or watched(site) is not None or not runs_triton(x):
-        return None
-    live, width = mix.live(site), cell.table.width
-    if any(mix.recomputes(site, choice) for choice in range(len(cell.table))):
-        return None
-    reached, sources = cell.reached(live), dict[int, Source]()
+    if block is None or not block.sums_at_once(mix, site, drops=drops) or watched(site) is not None:
+        return {}
+    if not runs_triton(x) or any(mix.recomputes(site, choice) for choice in range(len(cell.table))):
+        return {}
+    live, width, sources = mix.live(site), cell.table.width, dict[int, Source]()
+    reached = cell.reached(live)
     for node, leaving in cell.leaving.items():
         edges = [
             (module, target, choice * width + k)
@@ -301,24 +299,38 @@ def _calibration_sums(
         source = plan_source(edges) if edges else None
         if source is not None:
             sources[node] = source
-    if not sources:
+    return sources
+
+
+def _calibration_sums(
+    cell: MixedCell, mix: Mix, site: int, factors: Tensor | None, x: Tensor
+) -> CalibrationSums | None:
+    """The sums of calibrations of a cell in this pass, where a GPU forms them at once; x: an input node."""
+    sources, block = _sources(cell, mix, site, drops=factors is not None, x=x), cell.block
+    if not sources or block is None:
         return None
+    assert isinstance(mix, WeightMix)
     own, dtype, forms = mix.weights(site), compute_type(x), tuple(source.form for source in sources.values())
     weights = _once(own, (forms, dtype), lambda: weights_of(own.flatten(), forms, dtype, block.constants))
     return CalibrationSums(dict(zip(sources, zip(sources.values(), weights, strict=True), strict=True)))
 
 
 @contextmanager
-def mixed_pass(cells: Iterable[MixedCell], mix: Mix, x: Tensor) -> Iterator[None]:
-    """Within this context, which a pass of all cells of a supernet needs only for speed, fused cells share launches.
+def mixed_pass(cells: Sequence[MixedCell], mix: Mix, x: Tensor) -> Iterator[None]:
+    """Within this context, which a pass of all cells of a supernet needs only for speed, cells share launches.
 
-    Their weights are flattened and converted, and running statistics collected, together. x: any tensor of the batch,
-    [n, ...].
+    Weights of programs and of calibrations are flattened and converted, and running statistics of programs collected,
+    together. x: any tensor of the batch, [n, ...].
     """
     forms = [form for site, cell in enumerate(cells) for form in _programs(cell, mix, site, x)]
+    calibrations = [
+        source.modules
+        for site, cell in enumerate(cells)
+        for source in _sources(cell, mix, site, drops=cell.drops(), x=x).values()
+    ]
     token = _KNOWN.set({})
     try:
-        with prepared(forms, x):
+        with prepared(forms, x), weights_prepared(calibrations, x):
             yield
     finally:
         _KNOWN.reset(token)
