@@ -28,7 +28,7 @@ from softcell.kernels import (
 )
 from softcell.kernels.warm_up import Target
 from softcell.nn import attention, conv, stack
-from softcell.spaces import execution
+from softcell.spaces import _executors, execution
 from softcell.spaces.execution import is_modules_only
 
 HOPPER = Target("cuda", 90, 32)
@@ -58,7 +58,7 @@ def take_for_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(kernel, "device_caches", defaultdict(kernel.create_binder))
     monkeypatch.setattr(execution, "kernels_serve", lambda x: bool(x.numel()) and not is_modules_only())
     kernels = (block_norm, calibrate, indicator, library_conv, local, mixed_norm, norm, pool, taps, window_mean)
-    for module in (*kernels, attention, conv, stack, batches, metrics):
+    for module in (*kernels, _executors, attention, conv, stack, batches, metrics):
         monkeypatch.setattr(module, "runs_triton", _runs_triton)
 
 

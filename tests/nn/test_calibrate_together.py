@@ -22,7 +22,7 @@ from softcell.nn.calibrate import (
     run_calibrations,
 )
 from softcell.nn.norm import BatchNorm2d, updates_together
-from softcell.nn.stack import flat
+from softcell.nn.stack import flat, vectors
 from tests.helpers.kernel_runs import without_tf32
 
 KINDS = {
@@ -179,6 +179,32 @@ def test_a_flat_vector_takes_gradients_of_any_strides() -> None:
     gradients = torch.autograd.grad(flat(weights).sum(), weights)  # an expanded one
     for g, w in zip(gradients, weights, strict=True):
         torch.testing.assert_close(g, torch.ones_like(w))
+
+
+@pytest.mark.parametrize("dtype", [None, torch.float32], ids=str)
+def test_lists_of_weights_are_vectors_of_their_own(dtype: torch.dtype | None) -> None:
+    """Sizes that are not multiples of eight come last; what is not read gets no gradient."""
+    shapes = [[(1, 3, 3, 3)], [(2, 4, 1, 1), (6, 4, 1, 1)], [(2, 8, 3, 3)]]
+    lists = [[image(*shape).requires_grad_() for shape in own] for own in shapes]
+    lists[1][0] = lists[1][0].detach().to(memory_format=torch.channels_last).requires_grad_()
+    made = vectors(lists, dtype)
+    for one, own in zip(made, lists, strict=True):
+        torch.testing.assert_close(one, torch.cat([flat([w]) for w in own]).to(one.dtype))
+        assert one.dtype == (dtype or torch.float64)
+    assert [one.storage_offset() for one in made] == [32 + 144, 0, 32]
+    wanted = [w for own in lists for w in own]
+    loss = made[1].pow(3).sum() + made[2].pow(3).sum()
+    first = torch.autograd.grad(loss, wanted, allow_unused=True, retain_graph=True)
+    assert first[0] is None
+    known = [g for g in first if g is not None]
+    assert len({g.untyped_storage().data_ptr() for g in known}) == 3
+    for g, w in zip(known, wanted[1:], strict=True):
+        torch.testing.assert_close(g, 3 * w.detach().square(), rtol=1e-5, atol=1e-5)
+        assert g.stride() == w.stride()
+    again = torch.autograd.grad(loss, wanted[1:], create_graph=True)
+    second = torch.autograd.grad(sum(g.square().sum() for g in again), wanted[1:])
+    for g, w in zip(second, wanted[1:], strict=True):
+        torch.testing.assert_close(g, 36 * w.detach().pow(3), rtol=1e-5, atol=1e-5)
 
 
 class Counter(TorchDispatchMode):

@@ -33,7 +33,7 @@ def test_paths_are_dropped_more_and_more_often(
     rates: list[float] = []
 
     def watch(step_state: Any, *batches: Any) -> Any:
-        assert all(cell._drops() for cell in step_state.supernet.cells)
+        assert all(cell.drops() for cell in step_state.supernet.cells)
         rates.append(round(float(step_state.supernet.drop_path.current), 6))
         return step(step_state, *batches)
 

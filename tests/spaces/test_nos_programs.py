@@ -11,6 +11,7 @@ from torch import Tensor
 
 from softcell.arch import Live, WeightMix
 from softcell.nn import calibrate
+from softcell.nn.stack import vectors
 from softcell.spaces import Supernet, _executors, build_space, execution
 from softcell.spaces._calibration_sums import CalibrationSums
 from softcell.spaces.block import Block
@@ -66,12 +67,13 @@ def outcome(
     scale: float = 1.0,
     training: bool = True,
     dropping: bool = False,
-    alone: bool = False,
+    unreached: bool = False,
+    autocast: bool = False,
     dtype: torch.dtype = torch.float64,
 ) -> list[Tensor | None]:
     """Output, gradients of everything, and buffers. scale: of the weights, whose sum is then beyond one.
 
-    alone: every cell prepares for itself what cells of a pass share.
+    unreached: no feature leads to one of the nodes.
     """
     torch.manual_seed(0)
     supernet = build_space("nos", {**SIZE, **space}).supernet((3, 8, 8), 5).to(dtype).train(training)
@@ -80,10 +82,16 @@ def outcome(
     layout = supernet.layout
     logits = {t.name: torch.randn(t.shape, dtype=dtype).requires_grad_() for t in layout.tables}
     weights = {name: scale * torch.softmax(own, 1) for name, own in logits.items()}
-    mix = WeightMix(layout, weights, None if run is None else lives_of(supernet, run))
+    lives = None if run is None else lives_of(supernet, run)
+    if unreached:  # the second block's surrogate, node 4, gets calibrations alone
+        lives = {
+            site: tuple((7, 8, 9, 10) if c.target == 4 else (0, 6, 7, 8, 9, 10) for c in layout.table(name).choices)
+            for site, name in enumerate(layout.sites)
+        }
+    mix = WeightMix(layout, weights, lives)
     x = torch.randn(4, 3, 8, 8, dtype=dtype)
     torch.manual_seed(1)
-    with modules_only() if plain else nullcontext():
+    with modules_only() if plain else nullcontext(), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         y = supernet(x, mix)
     wanted = [*logits.values(), *supernet.parameters()]
     gradients = torch.autograd.grad(y.square().sum(), wanted, allow_unused=True)
@@ -120,6 +128,7 @@ EVERY = [2, 2, 1, 1, 1] * 3
         ({"space": {"share_features": True}}, [2, 2], [0, 0, 1, 1, 1] * 3),  # a module that two edges share
         ({"space": {"dynamics": ("dynamic_conv_3x3", "dil_dynamic_conv_5x5")}}, [2, 2], []),
         ({"space": {"nodes": 3}}, [3, 3], [3, 3, 1, 2, 1, 1, 1] * 3),
+        ({"space": {"nodes": 3}, "unreached": True}, [3, 3], [2, 2, 1, 1, 1, 1, 1] * 3),
     ],
     ids=str,
 )
@@ -136,3 +145,31 @@ def test_programs_of_nodes_compute_what_modules_compute(
 
 def test_float32_differs_by_rounding() -> None:
     require_equal(*(outcome(plain=plain, space={}, dtype=torch.float32) for plain in (False, True)), 1e-3)
+
+
+def test_under_autocast_programs_err_little_more_than_modules() -> None:
+    exact = outcome(plain=True, space={}, dtype=torch.float64)
+    errors = []
+    for plain in (False, True):
+        found = outcome(plain=plain, space={}, dtype=torch.float32, autocast=True)
+        pairs = [(a, b) for a, b in zip(found, exact, strict=True) if a is not None and b is not None]
+        assert all(a.shape == b.shape for a, b in pairs)
+        norms = [((a.double() - b).norm(), b.norm()) for a, b in pairs if b.is_floating_point()]
+        errors.append(sum(float((error / norm.clamp(min=1e-3)).detach()) for error, norm in norms) / len(norms))
+    assert errors[0] < 1.25 * errors[1], errors
+
+
+def test_weights_of_all_calibrations_of_a_pass_are_stacked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+
+    def noted(lists: Any, dtype: torch.dtype | None = None) -> list[Tensor]:
+        calls.append(len(lists))
+        return vectors(lists, dtype)
+
+    monkeypatch.setattr(calibrate, "vectors", noted)
+    outcome(plain=False, space={})
+    # For each node W1 and W2 of channel attentions, W1 of all others, and three more; attentions that stride have a W1.
+    assert calls == [3 * 5 * 6 + 2 * 2]
+    calls.clear()
+    outcome(plain=False, space={}, dropping=True)
+    assert len(calls) == 15, "drop-path has a factor for each edge: node by node"

@@ -269,7 +269,7 @@ def test_without_drop_path_and_in_evaluation_nothing_is_drawn(noisy: Supernet) -
     plain = noisy(x, mix)
     noisy.use_drop_path(0.5)
     noisy.use_drop_path(0.0)
-    assert not any(cell._drops() for cell in noisy.cells), "and nothing is computed for it"
+    assert not any(cell.drops() for cell in noisy.cells), "and nothing is computed for it"
     torch.testing.assert_close(noisy(x, mix), plain)
     assert torch.equal(torch.get_rng_state(), before)
     noisy.use_drop_path(0.5)

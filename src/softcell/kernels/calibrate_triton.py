@@ -210,7 +210,7 @@ def _seen(ptr, p, dy, dx, height, width, stride):
     return tl.load(ptr + (row * width + column) * stride, mask=inside, other=0.0).to(tl.float32)
 
 
-@triton.jit(do_not_specialize=["samples", "height", "width", "stride"])
+@triton.jit(do_not_specialize=["gather_ptr", "weights_ptr", "samples", "height", "width", "stride"])
 def _look(
     hidden_ptr, gather_ptr, weights_ptr, before_ptr, maps_ptr, out_ptr, samples, height, width, stride,
     R: tl.constexpr, BEFORE: tl.constexpr, PB: tl.constexpr,
@@ -242,7 +242,7 @@ def _look_slope(dout_ptr, maps_ptr, p, dy, dx, height, width):
     return _seen(dout_ptr, p, dy, dx, height, width, 1) * made * (1.0 - made)
 
 
-@triton.jit(do_not_specialize=["samples", "height", "width", "stride", "dstride"])
+@triton.jit(do_not_specialize=["gather_ptr", "weights_ptr", "samples", "height", "width", "stride", "dstride"])
 def _look_gradient(
     hidden_ptr, gather_ptr, weights_ptr, maps_ptr, dout_ptr, dhidden_ptr, partial_ptr, samples, height, width, stride,
     dstride, R: tl.constexpr, SUMS: tl.constexpr, PB: tl.constexpr,

@@ -24,8 +24,11 @@ little more than one of them does. Maps are read as rows [n·h·w, c], the memor
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from itertools import chain
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -37,7 +40,7 @@ from softcell.kernels.calibrate import calibrate, calibrate_reference, convolve,
 from softcell.kernels.mix import diagonal_blocks, scores_by_position
 from softcell.nn.candidates import Spec, candidate
 from softcell.nn.norm import BatchNorm2d
-from softcell.nn.stack import flat, grouped, has_hooks, norm_key, normalised
+from softcell.nn.stack import grouped, has_hooks, norm_key, normalised, vectors
 
 ATTENTION_REDUCTION = 16
 KERNEL_REDUCTION = 8
@@ -327,11 +330,9 @@ def run_together(modules: Together, x: Tensor) -> tuple[Tensor, SpatialForm | No
     taps, rows = tuple(module.size**2 for module in kernels), x.permute(0, 2, 3, 1).flatten(1, 2)
     if not fits(rows, rows, taps):  # compressed maps are narrower
         return None
-    lists: list[list[Any]] = [*_by_size(kernels), *([[*spatial]] if spatial else [])]
-    alike = not spatial or family(kernels[0])[0] == family(spatial[0])[0]  # type: ignore[index]
-    first, last = (_Normed(lists),) * 2 if alike else (_Normed(lists[:-1]), _Normed(lists[-1:]))
-    stacks = [*first.stacks(), *(() if alike else last.stacks())]
-    weights = _Weights([*_excited(channel), *stacks], dtype)
+    parts = _Parts(modules)
+    first, last = parts.first, parts.last
+    weights = _Weights([*parts.stacks()], dtype)
     rows, entered = _Entered.apply(rows, weights.of(kernels[0].compress))  # type: ignore[no-untyped-call]
     hidden = first.hidden(x, weights, entered)
     squeeze = weights.of(channel[0].squeeze) if channel else None
@@ -340,8 +341,25 @@ def run_together(modules: Together, x: Tensor) -> tuple[Tensor, SpatialForm | No
     if not spatial:
         return made, None
     height, width = (-(-side // spatial[0].squeeze.stride[0]) for side in x.shape[2:])
-    seen = hidden[-1] if alike else last.hidden(x, weights)[0]
+    seen = hidden[-1] if first is last else last.hidden(x, weights)[0]
     return made, SpatialForm(seen, weights.of(spatial[0].gather), (height, width))
+
+
+class _Parts:
+    """Those of some calibrations that share a norm: kernels, and spatial attentions unless they have another stride."""
+
+    def __init__(self, modules: Together) -> None:
+        kernels, self._channel, spatial = modules
+        lists: list[list[Any]] = [*_by_size(kernels), *([[*spatial]] if spatial else [])]
+        alike = not spatial or family(kernels[0])[0] == family(spatial[0])[0]  # type: ignore[index]
+        self.first = _Normed(lists if alike else lists[:-1])
+        self.last = self.first if alike else _Normed(lists[-1:])
+
+    def stacks(self) -> Iterator[list[nn.Conv2d]]:
+        yield from _excited(self._channel)
+        yield from self.first.stacks()
+        if self.last is not self.first:
+            yield from self.last.stacks()
 
 
 class _Entered(torch.autograd.Function):
@@ -388,13 +406,42 @@ def _cast(x: Tensor) -> tuple[Tensor, torch.dtype | None]:
     return (x if dtype is None else x.to(dtype)), dtype
 
 
+_Key = tuple[torch.dtype | None, tuple[int, ...]]
+_PREPARED: ContextVar[Mapping[_Key, Tensor]] = ContextVar("prepared weights", default=MappingProxyType({}))
+
+
+@contextmanager
+def weights_prepared(every: Sequence[Together], x: Tensor) -> Iterator[None]:
+    """Within this context the weights of all these calibrations are stacked and converted by one launch each.
+
+    x: any tensor of the pass.
+    """
+    if not every:
+        yield
+        return
+    _, dtype = _cast(x[:0])
+    lists = [convs for modules in every for convs in _Parts(modules).stacks()]
+    parts = vectors([[conv.weight for conv in convs] for convs in lists], dtype)
+    token = _PREPARED.set({_key(convs, dtype): part for convs, part in zip(lists, parts, strict=True)})
+    try:
+        yield
+    finally:
+        _PREPARED.reset(token)
+
+
+def _key(convs: Sequence[nn.Conv2d], dtype: torch.dtype | None) -> _Key:
+    return dtype, tuple(map(id, convs))
+
+
 class _Weights:
-    """Stacked weights of lists of convolutions: views of one tensor, known by the first of each list."""
+    """Stacked weights of lists of convolutions, known by the first of each list."""
 
     def __init__(self, lists: Sequence[Sequence[nn.Conv2d]], dtype: torch.dtype | None) -> None:
-        vector = flat([conv.weight for convs in lists for conv in convs], dtype)
-        parts = torch.split(vector, [sum(conv.weight.numel() for conv in convs) for convs in lists])
-        self._parts: dict[int, Tensor] = {id(convs[0]): part for convs, part in zip(lists, parts, strict=True)}
+        known, keys = _PREPARED.get(), [_key(convs, dtype) for convs in lists]
+        if not all(key in known for key in keys):
+            parts = vectors([[conv.weight for conv in convs] for convs in lists], dtype)
+            known = dict(zip(keys, parts, strict=True))
+        self._parts = {id(convs[0]): known[key] for key, convs in zip(keys, lists, strict=True)}
 
     def of(self, first: nn.Conv2d) -> Tensor:
         """[count · c_out, k, k, c_in] of the list that begins with `first`; without k, k where they are 1."""

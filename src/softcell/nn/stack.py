@@ -200,6 +200,56 @@ class _Flat(torch.autograd.Function):
         return None, *owned(gradient.contiguous(), weights)
 
 
+_ALIGNED = 8
+"""Vectors whose size is a multiple of this come first, so that most begin at whole words of 16 bytes in any dtype."""
+
+
+def vectors(lists: Sequence[Sequence[Tensor]], dtype: torch.dtype | None = None) -> list[Tensor]:
+    """`flat` of each list, by one launch for all of them; weights of a list that nothing reads get no gradient."""
+    sizes = [sum(w.numel() for w in own) for own in lists]
+    order = sorted(range(len(lists)), key=lambda i: sizes[i] % _ALIGNED != 0)
+    weights = [w for i in order for w in lists[i]]
+    counts = tuple(len(lists[i]) for i in order)
+    found = _Vectors.apply(counts, dtype, *weights) if weights else ()  # type: ignore[no-untyped-call]
+    by_number = dict(zip(order, found, strict=True))
+    return [by_number[i] for i in range(len(lists))]
+
+
+class _Vectors(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, counts: tuple[int, ...], dtype: torch.dtype | None, *weights: Tensor) -> tuple[Tensor, ...]:
+        ctx.counts = counts
+        ctx.save_for_backward(*weights)
+        ctx.set_materialize_grads(False)
+        vector = torch.cat([as_vector(w) for w in weights])
+        parts = iter(weights)
+        sizes = [sum(next(parts).numel() for _ in range(count)) for count in counts]
+        return torch.split(vector if dtype is None else vector.to(dtype), sizes)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        weights: Iterator[Tensor] = iter(ctx.saved_tensors)
+        found: list[Tensor | None] = []
+        own: list[Tensor] = []
+        given: list[Tensor] = []
+        for count, gradient in zip(ctx.counts, gradients, strict=True):
+            alike = [next(weights) for _ in range(count)]
+            if gradient is None:
+                found += [None] * count
+            elif torch.is_grad_enabled():  # a copy in place could not be differentiated once more
+                parts = torch.split(gradient.to(alike[0].dtype), [w.numel() for w in alike])
+                shaped = (part.view(w.permute(0, 2, 3, 1).shape) for part, w in zip(parts, alike, strict=True))
+                found += [part.permute(0, 3, 1, 2) for part in shaped]
+            else:
+                parts = torch.split(gradient.contiguous(), [w.numel() for w in alike])
+                given += [like(part, w) for part, w in zip(parts, alike, strict=True)]
+                own += [torch.empty_strided(w.shape, w.stride(), dtype=w.dtype, device=w.device) for w in alike]
+                found += own[-count:]
+        if own:
+            torch._foreach_copy_(own, given)
+        return None, None, *found
+
+
 def grouping_blocks_pays(x: Tensor) -> bool:
     """Whether blocks on `x` should run together; a compiler groups modules in its own way."""
     return x.device.type == "cuda" and not torch.compiler.is_compiling()

@@ -23,7 +23,7 @@ from softcell.arch import Live, Mix, WeightMix
 from softcell.kernels.backend import current_settings, runs_triton
 from softcell.kernels.cell import Read, readers
 from softcell.kernels.norm import scaled
-from softcell.nn.calibrate import Calibration, run_calibrations
+from softcell.nn.calibrate import Calibration, run_calibrations, weights_prepared
 from softcell.nn.conv import FactorisedReduction, ReLUFirst
 from softcell.nn.norm import recomputed
 from softcell.nn.stack import grouped, run_stacked, stack_key
@@ -281,17 +281,15 @@ def _programs(cell: MixedCell, mix: Mix, site: int, x: Tensor) -> Iterator[Fused
         yield from (form.cell for form in forms if form is not None)
 
 
-def _calibration_sums(
-    cell: MixedCell, mix: Mix, site: int, factors: Tensor | None, x: Tensor
-) -> CalibrationSums | None:
-    """The sums of calibrations of a cell in this pass, where a GPU forms them at once; x: an input node."""
+def _sources(cell: MixedCell, mix: Mix, site: int, *, drops: bool, x: Tensor) -> dict[int, Source]:
+    """The calibrations that leave the nodes of a cell, where a GPU adds them to all sums at once; x: an input node."""
     block = cell.block
-    if block is None or not block.sums_at_once(mix, site, factors) or watched(site) is not None or not runs_triton(x):
-        return None
-    live, width = mix.live(site), cell.table.width
-    if any(mix.recomputes(site, choice) for choice in range(len(cell.table))):
-        return None
-    reached, sources = cell.reached(live), dict[int, Source]()
+    if block is None or not block.sums_at_once(mix, site, drops=drops) or watched(site) is not None:
+        return {}
+    if not runs_triton(x) or any(mix.recomputes(site, choice) for choice in range(len(cell.table))):
+        return {}
+    live, width, sources = mix.live(site), cell.table.width, dict[int, Source]()
+    reached = cell.reached(live)
     for node, leaving in cell.leaving.items():
         edges = [
             (module, target, choice * width + k)
@@ -302,29 +300,43 @@ def _calibration_sums(
         source = plan_source(edges) if edges else None
         if source is not None:
             sources[node] = source
-    if not sources:
+    return sources
+
+
+def _calibration_sums(
+    cell: MixedCell, mix: Mix, site: int, factors: Tensor | None, x: Tensor
+) -> CalibrationSums | None:
+    """The sums of calibrations of a cell in this pass, where a GPU forms them at once; x: an input node."""
+    sources, block = _sources(cell, mix, site, drops=factors is not None, x=x), cell.block
+    if not sources or block is None:
         return None
+    assert isinstance(mix, WeightMix)
     own, dtype, forms = mix.weights(site), compute_type(x), tuple(source.form for source in sources.values())
     weights = _once(own, (forms, dtype), lambda: weights_of(own.flatten(), forms, dtype, block.constants))
     return CalibrationSums(dict(zip(sources, zip(sources.values(), weights, strict=True), strict=True)))
 
 
 @contextmanager
-def mixed_pass(cells: Iterable[MixedCell], mix: Mix, x: Tensor) -> Iterator[None]:
-    """Within this context, which a pass of all cells of a supernet needs only for speed, fused cells share launches.
+def mixed_pass(cells: Sequence[MixedCell], mix: Mix, x: Tensor) -> Iterator[None]:
+    """Within this context, which a pass of all cells of a supernet needs only for speed, cells share launches.
 
-    Their weights are flattened and converted, running statistics collected, and gradients of mixing weights summed,
-    together. x: any tensor of the batch, [n, ...].
+    Weights of programs and of calibrations are flattened and converted, running statistics of programs collected, and
+    gradients of mixing weights summed, together. x: any tensor of the batch, [n, ...].
     """
     sites, programs = list[int](), list[FusedCell]()
     for site, cell in enumerate(cells):
         programs += _programs(cell, mix, site, x)
         if plan_execution(cell, mix, site, x) is Execution.FUSED_CELL and cell.fused(mix.live(site)) is not None:
             sites.append(site)
+    calibrations = [
+        source.modules
+        for site, cell in enumerate(cells)
+        for source in _sources(cell, mix, site, drops=cell.drops(), x=x).values()
+    ]
     read = _READ.set(_read_together(mix, sites) if current_settings().mixes_together else {})
     known = _KNOWN.set({})
     try:
-        with prepared(programs, x):
+        with prepared(programs, x), weights_prepared(calibrations, x):
             yield
     finally:
         _KNOWN.reset(known)

@@ -244,16 +244,16 @@ class Block:
         taken = (weights * features).sum(1, keepdim=True)
         return torch.addcmul(weights, (1.0 - taken).clamp(min=0.0), identities)
 
-    def sums_at_once(self, mix: Mix, site: int, factors: Tensor | None) -> TypeGuard[WeightMix]:
+    def sums_at_once(self, mix: Mix, site: int, *, drops: bool) -> TypeGuard[WeightMix]:
         """Whether calibrations are summed by weights that can be read all at once."""
         if not isinstance(mix, WeightMix) or mix.is_picked(site):
             return False
         # With drop-path weights are read choice by choice (`Combiner.combine`).
-        return not (factors is not None or is_modules_only() or torch.compiler.is_compiling())
+        return not (drops or is_modules_only() or torch.compiler.is_compiling())
 
     def read_weights(self, mix: Mix, site: int, factors: Tensor | None) -> Chosen:
         """The weights of all calibrations at once, where the mix is plain weights."""
-        if not self.sums_at_once(mix, site, factors):
+        if not self.sums_at_once(mix, site, drops=factors is not None):
             return {}
         return self.weights_of_calibrations(mix.weights(site).flatten(), mix.live(site))
 

@@ -132,7 +132,8 @@ class MixedCell(nn.Module):
         """Drops the contribution of each choice by `drop_path`; None removes it."""
         self._drop_path = [] if drop_path is None else [drop_path]
 
-    def _drops(self) -> bool:
+    def drops(self) -> bool:
+        """Whether drop-path has a part in the next pass."""
         return bool(self._drop_path) and self.training
 
     def live_entries(self, live: Live | None) -> Iterator[Entry]:
@@ -163,7 +164,7 @@ class MixedCell(nn.Module):
 
     def forward(self, states: Sequence[Tensor], mix: Mix, site: int) -> list[Tensor]:
         """Values of the input nodes to those of all nodes, each [n, c, h, w]."""
-        factors = self._drop_path[0].factors(states[0], len(self.table)) if self._drops() else None
+        factors = self._drop_path[0].factors(states[0], len(self.table)) if self.drops() else None
         execution = plan(self, mix, site, states[0])
         if execution is Execution.FUSED_CELL:
             return run_fused_cell(self, states, mix, site, factors)
@@ -367,7 +368,7 @@ class MixedChain(MixedCell):
     def forward(self, states: Sequence[Tensor], mix: Mix, site: int) -> list[Tensor]:
         """Maps the value of the first node to the values of all nodes."""
         live = mix.live(site)
-        factors = self._drop_path[0].factors(states[0], len(self.table)) if self._drops() else None
+        factors = self._drop_path[0].factors(states[0], len(self.table)) if self.drops() else None
         values = list(states)
         for layer, choice in enumerate(self.table.choices):
             x, spec = values[-1], self.spec_of(layer)
