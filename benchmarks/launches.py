@@ -95,6 +95,7 @@ class _Local:
     def __init__(self, counter: _Counter) -> None:
         self._counter = counter
         self.forward = counter.as_kernel("local", 1, self._forward)
+        self.summed = counter.as_kernel("local_sums", 1, self._summed)
 
     def _forward(
         self, packed: Tensor, lines: Tensor, kinds: local.Kinds, out: Tensor | None = None
@@ -111,6 +112,10 @@ class _Local:
 
         # Queries with positions, keys with values.
         return self._counter.as_kernel("local_gradient", 2, run)()  # type: ignore[no-any-return]
+
+    def _summed(self, partial: Tensor, extent: int = 0) -> Tensor:
+        _, lines, c = partial.shape
+        return partial.new_zeros((2, c, extent) if extent else (lines, c))
 
 
 class _BlockNorm:

@@ -191,3 +191,14 @@ def test_second_derivatives_with_other_attentions() -> None:
         found.append([y, *grads, *torch.autograd.grad(sum(g.square().sum() for g in grads), (x, embeddings))])
     for a, b in zip(*found, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize(("programs", "extent", "c"), [(1, 3, 8), (300, 5, 12), (1500, 0, 24)])
+def test_sums_over_programs(programs: int, extent: int, c: int) -> None:
+    lines = 2 * extent if extent else 10
+    partial = torch.randn(programs, lines, c, device=DEVICE)
+    found, expected = local.triton_kernels("local").summed(partial, extent), partial.cpu().double().sum(0)
+    if extent:
+        expected = expected.view(2, extent, c).transpose(1, 2)
+    assert found.is_contiguous() and torch.equal(found, local.triton_kernels("local").summed(partial, extent))
+    torch.testing.assert_close(found.cpu().double(), expected, rtol=1e-5, atol=1e-4)

@@ -145,8 +145,7 @@ class _Fused(torch.autograd.Function):
         if not wanted:
             return dpacked, None, None
         # In the memory order of parameters, which autograd would otherwise copy.
-        sums = partial.new_empty(2, heads, d, extent)
-        torch.sum(partial.view(-1, 2, extent, heads, d), 0, out=sums.permute(0, 3, 1, 2))
+        sums = triton_kernels("local").summed(partial, extent).view(2, heads, d, extent)
         return dpacked, sums[0].to(rows.dtype), sums[1].to(columns.dtype)
 
 
@@ -297,7 +296,8 @@ class _Together(torch.autograd.Function):
         dy = grad[:count].to(packed.dtype).contiguous()
         given = (packed, lines, every[:count], lse, dy, ctx.kinds)
         out, partial = triton_kernels("local").backward(*given, positions=wanted, out=whole[:count])
-        return out, partial.sum(0) if wanted else None, None, None, *rest
+        dlines = triton_kernels("local").summed(partial) if wanted else None
+        return out, dlines, None, None, *rest
 
 
 @functools.cache

@@ -251,6 +251,25 @@ def _backward_keys(
             )  # fmt: skip
 
 
+@triton.jit(do_not_specialize=["programs"])
+def _sum_programs(
+    partial_ptr, sums_ptr, programs, N: tl.constexpr, C: tl.constexpr, EXTENT: tl.constexpr, MERGED: tl.constexpr,
+    NARROW: tl.constexpr,
+):  # fmt: skip
+    """sums [N] of partial [programs, N]. EXTENT: extent of a single attention, whose sums are [2, C, EXTENT]; or 0."""
+    n = tl.program_id(0) * NARROW + tl.arange(0, NARROW)
+    total = tl.zeros((MERGED, NARROW), dtype=tl.float32)
+    for start in range(0, programs, MERGED):
+        t = start + tl.arange(0, MERGED)
+        ok = (t < programs)[:, None] & (n < N)[None, :]
+        total += tl.load(partial_ptr + t.to(tl.int64)[:, None] * N + n[None, :], mask=ok, other=0.0)
+    to = n
+    if EXTENT > 0:
+        line = n // C
+        to = (line // EXTENT) * (C * EXTENT) + (n % C) * EXTENT + line % EXTENT
+    tl.store(sums_ptr + to, tl.sum(total, 0), mask=n < N)
+
+
 def _sizes(packed, kinds, warps, values):
     """Arguments and settings of a launch: one program per block of pixels and attention."""
     count, n, height, width, channels = packed.shape
@@ -301,3 +320,14 @@ def backward(packed, embeddings, y, lse, dy, kinds, *, positions=True, out=None)
         about, grid, settings = _sizes(packed, kinds, 1, NARROW if any(c // heads <= 2 for _, heads in kinds) else WIDE)
         _backward_keys[grid](packed, embeddings, lse, dy, delta, out, *about, **settings)
     return out, partial if positions else None
+
+
+def summed(partial, extent=0):
+    """The sum of partial [programs, lines, c] over programs: [lines, c], or of one attention [2, c, extent]."""
+    programs, lines, c = partial.shape
+    sums = torch.empty((2, c, extent) if extent else (lines, c), dtype=torch.float32, device=partial.device)
+    # A program waits for one load after the other, so it reads many rows at once.
+    merged = 1024 if programs > 256 else 256
+    settings = {"N": lines * c, "C": c, "EXTENT": extent, "MERGED": merged, "NARROW": 8, "num_warps": merged // 128}
+    _sum_programs[(triton.cdiv(lines * c, 8),)](partial, sums, programs, **settings)
+    return sums

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence, Set
+from collections.abc import Callable, Collection, Iterator, Sequence, Set
 
 from torch import Tensor, nn
 
@@ -369,11 +369,11 @@ class MixedChain(MixedCell):
         """Maps the value of the first node to the values of all nodes."""
         live = mix.live(site)
         factors = self._drop_path[0].factors(states[0], len(self.table)) if self.drops() else None
-        values = list(states)
+        values, rows = list(states), functools.cache(lambda: self._rows(mix, site))
         for layer, choice in enumerate(self.table.choices):
             x, spec = values[-1], self.spec_of(layer)
             running = range(len(choice.candidates)) if live is None else live[layer]
-            value = self._mixed(layer, running, x, mix, site)
+            value = self._mixed(layer, running, x, mix, site, rows)
             if value is None:
                 value = zeros(x, spec)
             if factors is not None and _keeps_shape(spec):
@@ -390,15 +390,27 @@ class MixedChain(MixedCell):
                 found.append(stackable([self.edges.module(self._starts[layer] + k) for k in running]))
         return [blocks for blocks in found if blocks]
 
-    def _mixed(self, layer: int, running: Sequence[int], x: Tensor, mix: Mix, site: int) -> Tensor | None:
-        """The combined outputs of the running candidates of a layer; None if there are only zeros."""
+    def _rows(self, mix: Mix, site: int) -> Sequence[Tensor]:
+        """The weights of each layer, read at once; a selection for each layer costs three launches backward."""
+        assert isinstance(mix, WeightMix)
+        return mix.weights(site).unbind()
+
+    def _mixed(
+        self, layer: int, running: Sequence[int], x: Tensor, mix: Mix, site: int, rows: Callable[[], Sequence[Tensor]]
+    ) -> Tensor | None:
+        """The combined outputs of the running candidates of a layer; None if there are only zeros. rows: `_rows`."""
         modules = [self.edges.module(self._starts[layer] + k) for k in running]
         again = mix.recomputes(site, layer)
         execution = plan_layer(mix, site, layer, x)
         if execution is LayerExecution.STACKED:
             assert isinstance(mix, WeightMix)
             entries = [(layer, k) for k in running]
-            value = run_summed(modules, x, functools.partial(self.combiner.weights_of, entries, mix, site))
+
+            def weights() -> Tensor:
+                is_whole_row = list(running) == list(range(self.table.width))
+                return rows()[layer] if is_whole_row else self.combiner.weights_of(entries, mix, site)
+
+            value = run_summed(modules, x, weights)
             if value is not None:
                 return value
         done = {} if execution is LayerExecution.MODULES else run_blocks(modules, x)
