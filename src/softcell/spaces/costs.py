@@ -29,6 +29,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -148,7 +149,8 @@ def _products_of(module: nn.Module) -> Iterator[Callable[[], int]]:
     hooks = [part.register_forward_hook(note) for part in module.modules() if isinstance(part, Attention)]
     counter = FlopCounterMode(display=False)
     try:
-        with torch.no_grad(), shifts_only(), _WithoutNorms(), counter:
+        # torch does not count its fused attention for CPUs.
+        with torch.no_grad(), shifts_only(), sdpa_kernel(SDPBackend.MATH), _WithoutNorms(), counter:
             # Two operations, one multiplication and one addition, are one multiply-add.
             yield lambda: counter.get_total_flops() // 2 + sum(uncounted)
     finally:
