@@ -71,7 +71,8 @@ def test_hours_on_a_gpu_change_the_space_and_the_reason_names_measured_accuracie
     found = {row["arm"]: row for row in record["summary"] if row["data"] == "cifar10"}
     for method in ("drnas", "snas", "darts"):
         assert f"{found[method]['accuracies']['cifar10_test']['mean']:.2f}%" in reason
-        assert f"{found[method]['n']} seeds each" in reason
+    drnas, snas, darts = (found[method]["n"] for method in ("drnas", "snas", "darts"))
+    assert f"({drnas}, {snas} and {darts} seeds)" in reason
 
 
 def test_requests_win_over_choices() -> None:

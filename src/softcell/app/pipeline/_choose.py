@@ -158,7 +158,7 @@ def explained(choice: Choice, inspection: Inspection, request: RunRequest) -> Ch
         first += f"; images are resized from a median of {source}"
     reason = {
         "drnas": "in NAS-Bench-201 on CIFAR-10 it found cells with 94.36%, SNAS with 93.76%, DARTS with 54.30% "
-        "(4 seeds each)",
+        "(4, 6 and 4 seeds)",
     }.get(choice.method, "as requested")
     return replace(choice, why=(first, f"method {choice.method}, batch {choice.batch_size}: {reason}"))
 
