@@ -133,8 +133,9 @@ def test_channels_in_several_parts(
     mine = found(given)
     assert mine[0].is_contiguous() and mine[1].is_contiguous(memory_format=torch.channels_last)
     assert torch.equal(mine[0].permute(1, 0, 4, 2, 3).flatten(1, 2), whole[0])
+    # Gradients are the same up to rounding: a compiler may contract other products and sums in another form.
     for a, b in zip(mine[1:], whole[3:], strict=True):
-        assert torch.equal(a, b)
+        assert float((a.double() - b.double()).norm()) <= tolerance * float(b.double().norm())
     for a, b in zip(mine, found(exactly(given), twin=True), strict=True):
         assert float((a.double().cpu() - b).norm()) <= tolerance * float(b.norm())
 

@@ -236,7 +236,7 @@ def test_pools_in_the_launch_of_convolutions_give_the_same_bits(
 @with_tail
 @pytest.mark.parametrize("number", [0, 1])
 def test_averages_that_are_normalised_are_measured_in_the_launch_of_convolutions(number: int) -> None:
-    """Cells without strides and with."""
+    """Cells without strides and with. The two launches add up a tile in other orders, so sums differ by rounding."""
     cell = build_cell("darts", number, candidates=("none", "avg_pool_3x3", "skip_connect", "sep_conv_3x3")).to(DEVICE)
     states, weights = random_inputs(cell, (9, 8), 3, torch.float32)
     found = []
@@ -245,7 +245,8 @@ def test_averages_that_are_normalised_are_measured_in_the_launch_of_convolutions
         with cell_settings(pools_together=together):
             nodes = fuse(own)([s.to(DEVICE) for s in states], weights.to(DEVICE).flatten())
         found.append([*nodes, *own.buffers()])
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("norm", [True, False])

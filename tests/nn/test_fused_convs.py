@@ -23,7 +23,7 @@ from softcell.nn.fused_convs import FusedConvs, converted, fits
 from softcell.nn.norm import BatchNorm2d
 from softcell.spaces import Bound, Supernet, build_space, execution
 from softcell.spaces.execution import is_modules_only, modules_only
-from tests.helpers.kernel_runs import DEVICE, MARKS
+from tests.helpers.kernel_runs import DEVICE, MARKS, without_tf32
 
 BLOCKS: dict[str, Callable[[], nn.Module]] = {
     "convolution": lambda: nn.Conv2d(8, 6, 1, bias=False),
@@ -230,6 +230,7 @@ def test_hooks_of_blocks_around_cells_are_called(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("mark", [pytest.param(None, marks=MARKS)])
 @pytest.mark.parametrize("kind", ["nb201", "darts"])
+@without_tf32()  # in the convolutions around the cells
 def test_supernets_by_kernels_equal_their_modules(kind: str, mark: None, monkeypatch: pytest.MonkeyPatch) -> None:
     own, x, tables = supernet(kind)
     other = copy.deepcopy(own)
