@@ -23,6 +23,7 @@ from softcell.spaces.costs import (
     passing,
     pooling,
 )
+from softcell.spaces.execution import is_modules_only
 from softcell.testing import RaggedSpace, tiny_space
 
 SHAPE = (3, 9, 7)
@@ -344,3 +345,11 @@ def test_output_shapes_leave_random_numbers_alone(device: str) -> None:
     assert output_shapes(supernet)
     for mine, theirs in zip(rng_state(torch.device(device)).values(), before.values(), strict=True):
         assert mine is theirs is None or torch.equal(mine, theirs)
+
+
+def test_shapes_of_outputs_are_found_module_by_module() -> None:
+    """Kernels for one image would be compiled for this pass alone, one by one."""
+    supernet, seen = tiny_space("nb201").supernet((3, 8, 8), 5), list[bool]()
+    supernet.cells[0].register_forward_pre_hook(lambda *given: seen.append(is_modules_only()))  # type: ignore[index, union-attr]
+    output_shapes(supernet)
+    assert seen == [True]

@@ -41,6 +41,7 @@ from softcell.nn.calibrate import Calibration
 from softcell.nn.candidates import get_candidate
 from softcell.spaces.base import Shape, Space, Supernet
 from softcell.spaces.cell import MixedCell
+from softcell.spaces.execution import modules_only
 
 KINDS = ("parameters", "flops", "memory")
 
@@ -371,12 +372,15 @@ def _shapes(outputs: Mapping[int, Tensor | None]) -> dict[int, Shape | None]:
 
 @torch.no_grad()
 def output_shapes(supernet: Supernet) -> Shapes:
-    """The shapes of all outputs, from one pass of a single image; the supernet is not changed."""
+    """The shapes of all outputs, from one pass of a single image; the supernet is not changed.
+
+    It runs module by module: kernels for one image would be compiled for this pass alone.
+    """
     probe, reference = _Probe(), next(supernet.parameters())
     image = torch.zeros(1, *supernet.shape, device=reference.device, dtype=reference.dtype)
     was_training = supernet.training
     supernet.eval()
-    with forked_rng(reference.device):  # candidates of users may draw in evaluation too
+    with modules_only(), forked_rng(reference.device):  # candidates of users may draw in evaluation too
         supernet(image, probe)
     supernet.train(was_training)
     return probe.seen
