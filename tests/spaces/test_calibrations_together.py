@@ -130,7 +130,8 @@ def test_a_step_equals_one_module_by_module(
     method: str, settings: dict[str, Any], space: str, ran: list[int], summed: list[int]
 ) -> None:
     found = outcome(method, settings, SPACES[space])
-    assert any(ran), "several calibrations leave a node"
+    # A single path has one calibration at most.
+    assert any(ran) or settings.get("paths") == "single", "several calibrations leave a node"
     assert (max(summed, default=0) > 1) == (method != "itnas"), "plain weights are read at once"
     ran.clear()
     summed.clear()
