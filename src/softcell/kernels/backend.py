@@ -56,7 +56,7 @@ class CellSettings:
     this takes 3 to 4 % less time per search step on an H200 and gives the same bits. early_launch: programs of a kernel
     start while the last programs of the previous kernel are still running, and wait for its end (programmatic dependent
     launch, compute capability 9.0 or higher). library_channels: from this width on, convolutions that read no negative
-    values (NAS-Bench-1Shot1) run by the library inside the fused cell (`kernels.library_conv`); 128 is not measured.
+    values (NAS-Bench-1Shot1) run by the library inside the fused cell (`kernels.library_conv`).
     batch_kernels: a search with fused cells augments each batch, and counts the metrics of a step, by one launch each.
     copies_along: the input of a cell, and the gradient of its output, are copied by kernels that read them anyway.
     mixes_together: gradients of a table of mixing weights that several cells read are summed by one launch.
