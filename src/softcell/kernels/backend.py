@@ -57,7 +57,8 @@ class CellSettings:
     start while the last programs of the previous kernel are still running, and wait for its end (programmatic dependent
     launch, compute capability 9.0 or higher). library_channels: from this width on, convolutions that read no negative
     values (NAS-Bench-1Shot1) run by the library inside the fused cell (`kernels.library_conv`).
-    batch_kernels: a search with fused cells augments each batch, and counts the metrics of a step, by one launch each.
+    batch_kernels: searches and training with fused cells augment each batch, and count the metrics of a step, by one
+    launch each.
     copies_along: the input of a cell, and the gradient of its output, are copied by kernels that read them anyway.
     mixes_together: gradients of a table of mixing weights that several cells read are summed by one launch.
     pools_together: average pools without a maximum share a launch with the convolutions that read the same nodes.
