@@ -173,3 +173,20 @@ def test_weights_of_all_calibrations_of_a_pass_are_stacked_once(monkeypatch: pyt
     calls.clear()
     outcome(plain=False, space={}, dropping=True)
     assert len(calls) == 15, "drop-path has a factor for each edge: node by node"
+
+
+def test_sets_of_drawn_calibrations_keep_a_limited_memory(added: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_executors, "MOST_FORMS", 2)
+    supernet = build_space("nos", SIZE).supernet((3, 8, 8), 5).double().eval()
+    weights = {t.name: torch.softmax(torch.randn(t.shape, dtype=torch.float64), 1) for t in supernet.layout.tables}
+    x = torch.randn(2, 3, 8, 8, dtype=torch.float64)
+    drawn = [(0, 7, 8), (0, 8, 10), (4, 8, 9), (0, 7, 9, 10), (6, 9, 10), (0, 10)]
+    for run in drawn:
+        mix = WeightMix(supernet.layout, weights, lives_of(supernet, run))
+        found = supernet(x, mix)
+        with modules_only():
+            torch.testing.assert_close(found, supernet(x, mix))
+    assert {len(cell.block.constants) for cell in supernet.cells} <= {1, 2}  # type: ignore[union-attr]
+    added.clear()
+    supernet(x, WeightMix(supernet.layout, weights, lives_of(supernet, drawn[1])))
+    assert any(added), "known sets are still added at once"

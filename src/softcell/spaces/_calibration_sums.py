@@ -14,7 +14,7 @@ and adding for every target and candidate would take thousands of small launches
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -80,7 +80,7 @@ class Weights(NamedTuple):
     spatial: Tensor
 
 
-Constants = MutableMapping[Hashable, tuple[Tensor, Tensor, Tensor]]
+Constants = MutableMapping[tuple[Any, ...], tuple[Tensor, Tensor, Tensor]]
 """By forms and device: what `_Spread` reads. Kept, since copying them each step would stall a GPU."""
 
 

@@ -255,7 +255,7 @@ def _program_weights(cell: MixedCell, mix: Mix, site: int) -> _Weights:
     block = cell.block
     if block is None or not places:
         return _Weights(own.flatten(), ())
-    key = cell.table.name, live
+    key = cell.table.name, live, tuple(sorted(places.items()))
     return _once(own, key, lambda: _Weights(block.with_shares(own, places).flatten(), places))
 
 
@@ -281,6 +281,10 @@ def _programs(cell: MixedCell, mix: Mix, site: int, x: Tensor) -> Iterator[Fused
         yield from (form.cell for form in forms if form is not None)
 
 
+MOST_FORMS = 64
+"""Sets of live calibrations of a cell whose sums are formed at once (`spaces._calibration_sums`)."""
+
+
 def _sources(cell: MixedCell, mix: Mix, site: int, *, drops: bool, x: Tensor) -> dict[int, Source]:
     """The calibrations that leave the nodes of a cell, where a GPU adds them to all sums at once; x: an input node."""
     block = cell.block
@@ -300,6 +304,10 @@ def _sources(cell: MixedCell, mix: Mix, site: int, *, drops: bool, x: Tensor) ->
         source = plan_source(edges) if edges else None
         if source is not None:
             sources[node] = source
+    # Constants of a form stay, since captured steps read them. Drawn candidates rarely repeat: they run one by one.
+    forms = tuple(source.form for source in sources.values())
+    if len(block.constants) >= MOST_FORMS and all(known[0] != forms for known in block.constants):
+        return {}
     return sources
 
 
