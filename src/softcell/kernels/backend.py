@@ -37,6 +37,12 @@ def twins_only() -> Iterator[None]:
         _TWINS_ONLY.reset(token)
 
 
+def compute_type(x: Tensor) -> torch.dtype:
+    """The dtype of computations on `x`: its own, or the dtype of autocast."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+
+
 def runs_triton(x: Tensor) -> bool:
     """Whether operations on `x` use Triton. Its interpreter (`TRITON_INTERPRET=1`) also accepts CPU tensors."""
     if not torch.compiler.is_compiling() and _TWINS_ONLY.get():  # torch.compile cannot trace a context variable

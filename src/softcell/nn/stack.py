@@ -33,7 +33,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from softcell.kernels.backend import runs_triton
+from softcell.kernels.backend import compute_type, runs_triton
 from softcell.kernels.block_norm import normed
 from softcell.kernels.local import Kinds, Room, attend_by_lines, divided, in_lines
 from softcell.kernels.mix import product, stacked_sum
@@ -344,11 +344,6 @@ def weights_together(layers: Sequence[Sequence[AttentionBlock]], x: Tensor) -> I
         _PREPARED.reset(token)
 
 
-def _compute_type(x: Tensor) -> torch.dtype:
-    kind = x.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
-
-
 def _kernels_of(blocks: Sequence[AttentionBlock], x: Tensor) -> _Kernels:
     key = tuple(map(id, blocks))
     found = _PREPARED.get().get(key)
@@ -358,7 +353,7 @@ def _kernels_of(blocks: Sequence[AttentionBlock], x: Tensor) -> _Kernels:
 def _converted(layers: Sequence[Sequence[AttentionBlock]], x: Tensor) -> Mapping[tuple[int, ...], _Kernels]:
     """The weights of each layer, by the ids of its blocks."""
     groups = [group for blocks in layers for group in _groups(blocks)]
-    vector = flat([conv.weight for group in groups for conv in group], _compute_type(x))
+    vector = flat([conv.weight for group in groups for conv in group], compute_type(x))
     parts = iter(torch.split(vector, [sum(conv.weight.numel() for conv in group) for group in groups]))
     found, lines = {}, _lines(layers, x)
     for number, blocks in enumerate(layers):

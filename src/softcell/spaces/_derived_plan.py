@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from softcell.kernels.backend import triton_kernels
+from softcell.kernels.backend import compute_type, triton_kernels
 from softcell.kernels.derived import (
     NONE,
     Derived,
@@ -34,7 +34,6 @@ from softcell.nn.stack import flat
 from softcell.nn.stochastic import DropPath
 from softcell.spaces._fused_cell import running_of
 from softcell.spaces._fused_plan import Unfit, pool_of
-from softcell.spaces.execution import compute_type
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from softcell.arch import Live, Mix, WeightMix
-from softcell.kernels.backend import current_settings, runs_triton
+from softcell.kernels.backend import compute_type, current_settings, runs_triton
 from softcell.kernels.cell import Read, readers
 from softcell.kernels.norm import scaled
 from softcell.nn.calibrate import Calibration, run_calibrations, weights_prepared
@@ -34,7 +34,6 @@ from softcell.spaces.block import Block, watched
 from softcell.spaces.edges import Bottleneck, NodeInputs, PartialChannels, node_value
 from softcell.spaces.execution import (
     Execution,
-    compute_type,
     is_modules_only,
     plan_modules,
     shares_activations,

@@ -18,13 +18,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from softcell.kernels.backend import compute_type
 from softcell.kernels.cell import Program, mixed_cell
 from softcell.kernels.schedule import backward_on_second_stream
 from softcell.kernels.shared import SharedRows, shares_norms
 from softcell.kernels.taps import Kind, Recipe, compose, compose_gradient, flat_kernels
 from softcell.nn.norm import required, update_running_by_plane
 from softcell.nn.stack import as_vector, parts_of
-from softcell.spaces.execution import compute_type
 
 
 class _Concatenated(torch.autograd.Function):

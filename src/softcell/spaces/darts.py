@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from softcell.arch import Cell, Choice, Genotype, Layout, Mix, Table, TopInputs
 from softcell.arch.genotype import alive
 from softcell.errors import UserError
+from softcell.kernels.backend import compute_type
 from softcell.kernels.schedule import Schedule
 from softcell.nn.calibrate import Calibration
 from softcell.nn.candidates import Spec, get_candidate
@@ -36,7 +37,7 @@ from softcell.spaces._segment_plan import SegmentedCell
 from softcell.spaces.base import Network, Shape, Space, Supernet, global_pool, register_space
 from softcell.spaces.cell import MixedCell, PickedCell
 from softcell.spaces.edges import SpecOf, check_ratios
-from softcell.spaces.execution import compute_type, plan_around, plan_network
+from softcell.spaces.execution import plan_around, plan_network
 
 CANDIDATES = (
     "none",

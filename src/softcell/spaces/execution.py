@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from softcell.arch import Mix, WeightMix
-from softcell.kernels.backend import current_settings, has_triton
+from softcell.kernels.backend import compute_type, current_settings, has_triton
 from softcell.nn.calibrate import grouping_calibrations_pays
 from softcell.nn.stack import grouping_blocks_pays, stacking_pays
 
@@ -116,12 +116,6 @@ def kernels_serve(x: Tensor) -> bool:
     if x.device.type != "cuda" or is_modules_only() or not x.numel():
         return False
     return can_fuse() and compute_type(x) in (torch.float32, torch.bfloat16)
-
-
-def compute_type(x: Tensor) -> torch.dtype:
-    """The dtype of computations on `x`: its own, or the dtype of autocast."""
-    kind = x.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
 
 def can_fuse() -> bool:

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from softcell.arch import Choice, Genotype, Layout, Mix, StrongestEach, Table, derive
 from softcell.errors import UserError
+from softcell.kernels.backend import compute_type
 from softcell.nn.attention import EXTENTS, HEADS, AttentionBlock, local_block, local_name
 from softcell.nn.candidates import Spec, get_candidate
 from softcell.nn.conv import AveragePool
@@ -34,7 +35,7 @@ from softcell.nn.norm import updates_together
 from softcell.nn.stack import block_key, weights_together
 from softcell.spaces.base import Network, Shape, Space, Supernet, global_pool, register_space
 from softcell.spaces.cell import MixedChain, PickedChain, check_chain
-from softcell.spaces.execution import compute_type, plan_network
+from softcell.spaces.execution import plan_network
 
 CANDIDATES = (*(local_name(k, h) for k in EXTENTS for h in HEADS), "non_local_sa")
 WIDTHS = (1, 2, 2, 4, 4)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from softcell.arch import Choice, Genotype, Layout, Mix, StrongestEach, Table
 from softcell.errors import UserError
+from softcell.kernels.backend import compute_type
 from softcell.nn.candidates import Spec, get_candidate
 from softcell.nn.conv import ReLUConvBN
 from softcell.nn.fused_convs import FusedConvs
@@ -25,7 +26,7 @@ from softcell.spaces._executors import mixed_pass
 from softcell.spaces.base import Network, Shape, Space, Supernet, global_pool, register_space
 from softcell.spaces.cell import MixedCell, PickedCell
 from softcell.spaces.edges import SpecOf, check_ratios
-from softcell.spaces.execution import compute_type, plan_around, plan_network
+from softcell.spaces.execution import plan_around, plan_network
 
 CANDIDATES = ("none", "skip_connect", "nor_conv_1x1", "nor_conv_3x3", "avg_pool_3x3")
 STAGES = 3
