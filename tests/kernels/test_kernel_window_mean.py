@@ -69,7 +69,7 @@ def test_without_triton_the_twin_runs() -> None:
 
 POOLS = {
     "halves": (AveragePool(2, 2, ceil_mode=True, count_include_pad=False), True),
-    "counts padding, of which there is none": (AveragePool(2, 2, ceil_mode=True), True),
+    "counts padding, but has none": (AveragePool(2, 2, ceil_mode=True), True),
     "tuples": (AveragePool((2, 2), (2, 2), ceil_mode=True), True),
     "leaves out the last column": (AveragePool(2, 2), False),
     "overlaps": (AveragePool(3, 2, ceil_mode=True), False),

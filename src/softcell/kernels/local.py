@@ -157,7 +157,7 @@ Layers = tuple[tuple[Kinds, int], ...]
 
 @dataclass(slots=True)
 class Room:
-    """Memory for the gradient that `divided` returns, of which `attend_together` has computed the first part."""
+    """Memory for the gradient that `divided` returns; `attend_together` writes its first part."""
 
     gradient: Tensor | None = None
 
