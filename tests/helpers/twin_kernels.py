@@ -6,6 +6,7 @@ are copied into buffers, nodes are parts of a buffer, and gradients arrive one b
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -66,7 +67,13 @@ class TwinKernels:
             found = torch.autograd.grad(out, given, pull, materialize_grads=True)
             tensors["parameter_gradient"] = found[0]
             for i, gradient in enumerate(found[1:]):
-                tensors[f"input{i}_gradient"] = gradient.permute(0, 2, 3, 1).contiguous().flatten()
+                own = gradient.permute(0, 2, 3, 1).flatten()
+                last = i + 1 == program.inputs
+                if form.passed and last:
+                    own += tensors["passed"].flatten()
+                to = own.new_full((max(len(own), form.room if last else 0),), math.nan)
+                to[: len(own)] = own
+                tensors[f"input{i}_gradient"] = to
 
         return _with(_schedule(device), run)
 

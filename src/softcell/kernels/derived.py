@@ -22,7 +22,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from itertools import islice
 from typing import Any
 
@@ -31,7 +31,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from softcell.kernels.backend import triton_kernels
+from softcell.kernels.backend import is_wanted, triton_kernels
 from softcell.kernels.pool import average_pool
 from softcell.kernels.schedule import copy_together
 from softcell.kernels.shared import merge_over_ranks
@@ -147,6 +147,12 @@ class Derived:
         return not self.preprocess
 
     @property
+    def adds_passed(self) -> bool:
+        """Whether a kernel adds another gradient of the last input to its own, which it then writes once per value."""
+        last = [stage for stage in self.preprocess if stage.source == -self.inputs]
+        return len(last) == 1 and last[0].stride == 1 and last[0].padding == 0
+
+    @property
     def node_planes(self) -> range:
         return range(self.inputs, self.inputs + self.nodes)
 
@@ -162,6 +168,9 @@ class Form:
     shapes: of the input tensors, [n, h_i, w_i, c_i]. known: norms use given statistics. drops: drop-path is active.
     apart: nodes are separate maps [nodes, n, h', w', c], not columns of one map [n, h', w', nodes · c]. rank, ranks:
     this rank and the number of ranks that share norms, 0 if norms are local.
+
+    Of backward passes only: passed: another gradient of the last input tensor is added to its own. room: the least size
+    of the buffer that this gradient begins, in which the producer of the input continues.
     """
 
     dtype: torch.dtype
@@ -172,6 +181,8 @@ class Form:
     apart: bool = False
     rank: int = 0
     ranks: int = 0
+    passed: bool = False
+    room: int = 0
 
     @staticmethod
     def of(
@@ -202,6 +213,7 @@ def derived_cell(
     *states: Tensor,
     shared: bool = False,
     readers: int = 1,
+    passes: bool = False,
 ) -> tuple[Tensor, ...]:
     """The concatenated nodes [n, nodes · c, h', w'], channels-last, and the planes' statistics [3, planes, c].
 
@@ -211,9 +223,11 @@ def derived_cell(
     statistics), without gradient. shared: batch statistics cover the rows of all ranks and are merged by one collective
     per norm group, forward and backward. readers: how often the nodes are returned, each time as the same memory. If
     each reader gets its own, the backward pass adds their gradients where they belong; autograd would add them up
-    elsewhere, and the sum would then be copied.
+    elsewhere, and the sum would then be copied. passes: the last input tensor is returned, too, before the statistics.
+    If its later readers read that, the kernel that writes its gradient adds theirs, and if only this cell reads the
+    nodes of another one, that gradient begins the buffer in which the backward pass of the other cell continues.
     """
-    given = (program, dtype, shared, False, (readers,), parameters, running, factors, *states)
+    given = (program, dtype, shared, False, (readers,), passes, parameters, running, factors, *states)
     found: tuple[Tensor, ...] = _DerivedCell.apply(*given)  # type: ignore[no-untyped-call]
     return found
 
@@ -231,7 +245,7 @@ def derived_nodes(
 
     Node gradients are copied once. Slicing a concatenated output instead would first assemble them into one tensor.
     """
-    given = (program, dtype, shared, True, (1,) * program.nodes, parameters, running, factors, *states)
+    given = (program, dtype, shared, True, (1,) * program.nodes, False, parameters, running, factors, *states)
     *nodes, moments = _DerivedCell.apply(*given)  # type: ignore[no-untyped-call]
     return nodes, moments
 
@@ -259,6 +273,7 @@ def derived_cell_reference(
     *states: Tensor,
     shared: bool = False,
     readers: int = 1,
+    passes: bool = False,
 ) -> tuple[Tensor, ...]:
     """The plain twin of `derived_cell`, by autograd; differentiable any number of times."""
     c = program.channels
@@ -329,7 +344,7 @@ def derived_cell_reference(
         run(found.second)
         normalise(found.measured_second)
     out = torch.cat([values[plane] for plane in program.node_planes], 1)
-    return *[out.contiguous(memory_format=torch.channels_last)] * readers, moments
+    return *[out.contiguous(memory_format=torch.channels_last)] * readers, *states[-1:] * passes, moments
 
 
 def _apply(stage: Stage, x: Tensor, parameters: Tensor) -> Tensor:
@@ -361,6 +376,7 @@ class _DerivedCell(torch.autograd.Function):
         shared: bool,
         apart: bool,
         readers: tuple[int, ...],
+        passes: bool,
         parameters: Tensor,
         running: Tensor | None,
         factors: Tensor | None,
@@ -374,7 +390,8 @@ class _DerivedCell(torch.autograd.Function):
         tensors = _named(parameters, running, factors, [] if is_raw else inputs)
         tensors |= {f"input{i}": x for i, x in enumerate(inputs) if is_raw}
         triton_kernels("derived").forward_schedule(program, form, parameters.device).run(tensors)
-        ctx.program, ctx.form, ctx.readers = program, form, readers
+        ctx.program, ctx.form, ctx.readers, ctx.passes = program, form, readers, passes
+        ctx.size, ctx.room = gradient_size(tensors["buffer"], program, form), None
         ctx.kept = [name for name in _KEPT if name in tensors]
         kept = [tensors[name] for name in ctx.kept]
         ctx.shapes = shapes
@@ -384,7 +401,8 @@ class _DerivedCell(torch.autograd.Function):
         moments = tensors["state"].view(-1, program.planes, program.channels)[:3]
         ctx.mark_non_differentiable(moments)
         outputs = zip(_outputs_in(tensors["buffer"], program, form), readers, strict=True)
-        return *(x.permute(0, 3, 1, 2) for x, count in outputs for _ in range(count)), moments
+        passed = [states[-1].view_as(states[-1])] * passes
+        return *(x.permute(0, 3, 1, 2) for x, count in outputs for _ in range(count)), *passed, moments
 
     @staticmethod
     def backward(ctx: Any, *arrived: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -392,23 +410,37 @@ class _DerivedCell(torch.autograd.Function):
         parameters, running, factors, *kept = ctx.saved_tensors
         inputs = [] if program.is_raw else kept[: program.inputs]
         kept = kept[len(inputs) :]
-        gradients = arrived[:-1]  # the last one belongs to the statistics
+        gradients = list(arrived[:-1])  # the last one belongs to the statistics
+        passed = gradients.pop() if ctx.passes else None
+        room, ctx.room = ctx.room, None
         if all(gradient is None for gradient in gradients):
-            return (None,) * (8 + program.inputs)
+            return *(None,) * (8 + program.inputs), passed
         if torch.is_grad_enabled():
             raise NotImplementedError("a fused derived cell has no second derivative; run it within `modules_only`")
         tensors = _named(parameters, running, factors, inputs)
         tensors |= zip(ctx.kept, kept, strict=True)
-        tensors |= {
-            f"{name}_gradient": torch.empty_like(tensors[name]) for name in ("buffer", "given") if name in tensors
-        }
-        places = _outputs_in(tensors["buffer_gradient"], program, ctx.form)
         each = iter(gradients)
-        _fill(places, [[one.permute(0, 2, 3, 1) for one in islice(each, n) if one is not None] for n in ctx.readers])
-        triton_kernels("derived").backward_schedule(program, ctx.form, parameters.device).run(tensors)
+        given = [[one.permute(0, 2, 3, 1) for one in islice(each, n) if one is not None] for n in ctx.readers]
+        if room is not None and _begins(room, given, program, ctx.form):
+            tensors["buffer_gradient"] = room
+        else:
+            tensors["buffer_gradient"] = tensors["buffer"].new_empty(ctx.size)
+            _fill(_outputs_in(tensors["buffer_gradient"], program, ctx.form), given)
+        if "given" in tensors:
+            tensors["given_gradient"] = torch.empty_like(tensors["given"])
+        last, producer = f"input{program.inputs - 1}_gradient", _producer(ctx)
+        form = replace(ctx.form, room=0 if producer is None else producer.size)
+        if passed is not None and program.adds_passed:
+            tensors |= _aligned({"passed": _rows_last(passed, form.dtype)})
+            form, passed = replace(form, passed=True), None
+        triton_kernels("derived").backward_schedule(program, form, parameters.device).run(tensors)
+        if producer is not None:
+            producer.room = tensors[last]
         own = (tensors[f"input{i}_gradient"][: math.prod(of)].view(of) for i, of in enumerate(ctx.shapes))
-        states = (x.permute(0, 3, 1, 2) for x in own)
-        return None, None, None, None, None, tensors["parameter_gradient"], None, None, *states
+        states = [x.permute(0, 3, 1, 2) for x in own]
+        if passed is not None:
+            states[-1] = states[-1] + passed
+        return *(None,) * 6, tensors["parameter_gradient"], None, None, *states
 
 
 _KEPT = ("given", "buffer", "state", "winners", "depths", "depthwise")
@@ -424,7 +456,42 @@ def _named(
     """Input tensors of a schedule, by name; kernels rely on addresses that are multiples of 16."""
     named = {"parameters": parameters, "running": running, "factors": factors}
     named |= {f"input{i}": x for i, x in enumerate(inputs)}
-    return {name: x if x.data_ptr() % 16 == 0 else x.clone() for name, x in named.items() if x is not None}
+    return _aligned({name: x for name, x in named.items() if x is not None})
+
+
+def _aligned(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: x if x.data_ptr() % 16 == 0 else x.clone() for name, x in tensors.items()}
+
+
+def gradient_size(buffer: Tensor, program: Derived, form: Form) -> int:
+    """Values of the buffer of gradients of planes: like the planes' own, with a second map for `nodes_read`."""
+    n, height, width, _ = form.shapes[-1]
+    rows = n * -(-height // program.stride) * -(-width // program.stride)
+    return buffer.numel() + len(nodes_read(program)) * rows * program.channels
+
+
+def _producer(ctx: Any) -> Any:
+    """The autograd node of the cell whose nodes are the last input, if this cell is their only reader, or None.
+
+    This pass must reach it: its backward pass continues in the buffer that the gradient of the input begins.
+    """
+    producer, output = ctx.next_functions[-1]
+    if ctx.program.is_raw or not isinstance(producer, type(ctx)):
+        return None
+    alone = output == 0 and producer.readers == (1,) and producer.form.dtype == ctx.form.dtype  # type: ignore[attr-defined]
+    return producer if alone and is_wanted(ctx, len(ctx.next_functions) - 1) else None
+
+
+def _begins(room: Tensor, gradients: Sequence[Sequence[Tensor]], program: Derived, form: Form) -> bool:
+    """Whether the only gradient that arrived is the start of `room`, where the reader of the nodes wrote it.
+
+    A hook or another reader may have replaced it. `room` is alive, so no other tensor has its address.
+    """
+    if len(gradients) != 1 or len(gradients[0]) != 1:
+        return False
+    own, place = gradients[0][0], _outputs_in(room, program, form)[0]
+    same = own.shape == place.shape and own.stride() == place.stride() and own.dtype == place.dtype
+    return same and own.data_ptr() == place.data_ptr()
 
 
 def _outputs_in(buffer: Tensor, program: Derived, form: Form) -> tuple[Tensor, ...]:
@@ -471,6 +538,12 @@ def consumers(program: Derived) -> dict[int, tuple[int, int]]:
         for i, one in enumerate(inputs)
         if not (one.plane < program.inputs or program.is_node(one.plane))
     }
+
+
+@functools.cache
+def nodes_read(program: Derived) -> tuple[int, ...]:
+    """Inner nodes that operations of the cell read."""
+    return tuple(plane for plane in program.node_planes if program.round_of(plane) is not None)
 
 
 def norm_groups(program: Derived) -> tuple[list[int], list[int]]:
