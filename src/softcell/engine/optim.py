@@ -54,7 +54,7 @@ def apply_gradients(
 def _step_at_once(
     optimiser: torch.optim.SGD, parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor | None], clip: float
 ) -> bool:
-    """Clip and step by `sgd_step`, if all parameters have gradients and the optimiser has no other; whether it did.
+    """Clip and step by `sgd_step`, if it can and all parameters have gradients; whether it did.
 
     Steps that update changing sets of parameters would need a table of addresses for each set.
     """
@@ -63,9 +63,9 @@ def _step_at_once(
     group = optimiser.param_groups[0]
     plain = not (group["dampening"] or group["maximize"]) and isinstance(group["lr"], Tensor)
     known = [gradient for gradient in gradients if gradient is not None]
-    if not plain or len(known) < len(group["params"]) or len(known) < len(parameters):
+    if not plain or len(known) < len(parameters):
         return False
-    momenta = [optimiser.state[p].get("momentum_buffer") for p in parameters]
+    momenta = [optimiser.state.get(p, {}).get("momentum_buffer") for p in parameters]
     found = [m for m in momenta if m is not None]
     if len(found) < len(parameters) or not all(map(_alike, parameters, known, found)):
         return False

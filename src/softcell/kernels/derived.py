@@ -478,7 +478,7 @@ def _producer(ctx: Any) -> Any:
     producer, output = ctx.next_functions[-1]
     if ctx.program.is_raw or not isinstance(producer, type(ctx)):
         return None
-    alone = output == 0 and producer.readers == (1,) and producer.form.dtype == ctx.form.dtype  # type: ignore[attr-defined]
+    alone = output == 0 and producer.readers == (1,) and producer.form.dtype == ctx.form.dtype
     return producer if alone and is_wanted(ctx, len(ctx.next_functions) - 1) else None
 
 
@@ -487,9 +487,7 @@ def _begins(room: Tensor, gradients: Sequence[Sequence[Tensor]], program: Derive
 
     A hook or another reader may have replaced it. `room` is alive, so no other tensor has its address.
     """
-    if len(gradients) != 1 or len(gradients[0]) != 1:
-        return False
-    own, place = gradients[0][0], _outputs_in(room, program, form)[0]
+    [[own]], [place] = gradients, _outputs_in(room, program, form)
     same = own.shape == place.shape and own.stride() == place.stride() and own.dtype == place.dtype
     return same and own.data_ptr() == place.data_ptr()
 
