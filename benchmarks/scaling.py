@@ -39,7 +39,8 @@ from softcell.arch import notation
 from softcell.engine import reduce
 from softcell.engine.distributed import World
 from softcell.engine.optim import classification_step
-from softcell.kernels.derived import Derived, derived_cell_reference, norm_groups
+from softcell.kernels.derived import derived_cell_reference
+from softcell.kernels.derived_program import Derived, norm_groups
 from softcell.kernels.shared import Norms, norms_of
 from softcell.nn.norm import running_statistics
 from softcell.search import resolve

@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from softcell.kernels import derived
-from softcell.kernels.derived import Derived, Form, derived_cell_reference
+from softcell.kernels.derived import derived_cell_reference
+from softcell.kernels.derived_program import Derived, Form
 from softcell.kernels.schedule import Name, Schedule, Tensors
 from softcell.spaces import _derived_plan, execution
 from softcell.spaces.execution import is_modules_only

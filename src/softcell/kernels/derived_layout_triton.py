@@ -12,9 +12,9 @@ import torch
 import triton
 
 from softcell.kernels.backend import padded, shared_memory
-from softcell.kernels.derived import NONE
 from softcell.kernels.derived_forward_triton import _activate
 from softcell.kernels.derived_lines_triton import _activate_lines, _depthwise_lines
+from softcell.kernels.derived_program import NONE
 from softcell.kernels.schedule import Name
 
 

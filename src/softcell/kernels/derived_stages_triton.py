@@ -10,11 +10,11 @@ from dataclasses import replace
 import triton
 
 from softcell.kernels.backend import padded
-from softcell.kernels.derived import NONE, consumers, nodes_read
 from softcell.kernels.derived_forward_triton import _point_tiles, _stages
 from softcell.kernels.derived_gradient_triton import _lower, _lower_tiles
 from softcell.kernels.derived_layout_triton import MULTIPROCESSORS, Pass, at_most, by_size, points, side_for
 from softcell.kernels.derived_lines_triton import _pull_lines, _stage_lines
+from softcell.kernels.derived_program import NONE, consumers, nodes_read
 from softcell.kernels.schedule import Name
 
 

@@ -8,7 +8,6 @@ from contextlib import nullcontext
 import torch
 import triton
 
-from softcell.kernels.derived import NONE
 from softcell.kernels.derived_forward_triton import _add_up, _pools, _start
 from softcell.kernels.derived_gradient_triton import _gather, _pulls
 from softcell.kernels.derived_layout_triton import (
@@ -19,6 +18,7 @@ from softcell.kernels.derived_layout_triton import (
     overridden,
 )
 from softcell.kernels.derived_lines_triton import _gather_lines
+from softcell.kernels.derived_program import NONE
 from softcell.kernels.derived_stages_triton import Lowering, Stages
 from softcell.kernels.derived_sums_triton import _known_moments, arrival_sums, finish_slopes, measure
 from softcell.kernels.derived_weights_triton import WeightGradients

@@ -12,8 +12,8 @@ import triton
 import triton.language as tl
 
 from softcell.kernels.backend import padded
-from softcell.kernels.derived import NONE
 from softcell.kernels.derived_layout_triton import MULTIPROCESSORS, by_size, points, side_for
+from softcell.kernels.derived_program import NONE
 
 
 @triton.jit(do_not_specialize=["rows", "rows_each"])

@@ -13,19 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from softcell.kernels.backend import compute_type, triton_kernels
-from softcell.kernels.derived import (
-    NONE,
-    Derived,
-    Form,
-    NodeInput,
-    Norm,
-    Pooling,
-    Round,
-    Stage,
-    derived_cell,
-    derived_nodes,
-    interned,
-)
+from softcell.kernels.derived import derived_cell, derived_nodes
+from softcell.kernels.derived_program import NONE, Derived, Form, NodeInput, Norm, Pooling, Round, Stage, interned
 from softcell.kernels.schedule import Schedule
 from softcell.kernels.shared import shares_norms
 from softcell.nn.conv import DilatedConv, FactorisedReduction, ReLUConvBN, SeparableConv
