@@ -16,6 +16,7 @@ from softcell.engine.distributed import World
 from softcell.engine.optim import apply_gradients, fill_momenta
 from softcell.kernels import sgd
 from softcell.kernels.backend import has_triton
+from tests.helpers.kernel_runs import replayed
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and has_triton()
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -125,6 +126,28 @@ def test_steps_with_missing_gradients_change_only_the_others() -> None:
         nn.utils.clip_grad_norm_(plain, 2.0)
         torchs.step()
         apply_gradients(ours, fast, found, WORLD, 2.0, averaged=True)
+    for p, q in zip(fast, plain, strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE.type != "cuda" or not has_triton(), reason="needs a CUDA device with Triton")
+def test_a_step_can_be_captured() -> None:
+    """The table of addresses exists since the eager step before; gradients are elsewhere in the capture."""
+    plain, fast = made(4), made(4)
+    torchs, ours = optimiser(plain, nesterov=False, at_once=False), optimiser(fast, nesterov=False, at_once=True)
+    given = drawn(plain, 0)
+
+    def step() -> list[Tensor]:
+        apply_gradients(ours, fast, [2 * g for g in given], WORLD, 2.0, averaged=True)
+        return []
+
+    replayed(step)
+    for _ in range(2):
+        for parameter, gradient in zip(plain, given, strict=True):
+            parameter.grad = 2 * gradient
+        nn.utils.clip_grad_norm_(plain, 2.0)
+        torchs.step()
     for p, q in zip(fast, plain, strict=True):
         torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
 
