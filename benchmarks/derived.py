@@ -73,7 +73,8 @@ CHANGES: dict[str, dict[str, int]] = {
     "stages by pixels": {"stage_lines": 0},
     "activate by pixels": {"activate_lines": 0},
     "point side 64": {"point_side": 64},
-    "splits 32": {"splits_block": 32},  # chosen at 36 channels; also faster in reduction cells
+    "splits 32": {"splits_block": 32},  # 64 partial sums at a time; chosen if there are 64 or more
+    "splits 256": {"splits_block": 256},  # 8 at a time
     "weight programs 132": {"weight_programs": 132},  # leaves half of the registers to concurrent kernels
     "gather by pixels": {"gather_groups": 0},
     "gather groups 16": {"gather_groups": 16},

@@ -39,7 +39,8 @@ from softcell.arch import notation
 from softcell.engine import reduce
 from softcell.engine.distributed import World
 from softcell.engine.optim import classification_step
-from softcell.kernels.derived import Derived, derived_cell_reference, norm_groups
+from softcell.kernels.derived import derived_cell_reference
+from softcell.kernels.derived_program import Derived, norm_groups
 from softcell.kernels.shared import Norms, norms_of
 from softcell.nn.norm import running_statistics
 from softcell.search import resolve
@@ -140,14 +141,14 @@ def _two_ranks(bucket_bytes: int) -> Iterator[list[Collective]]:
     original = reduce.GRADIENT_BUCKET_BYTES
     ending = False
 
-    def cell(program: Derived, *given: Any, shared: bool = False, readers: int = 1) -> tuple[Tensor, ...]:
+    def cell(program: Derived, *given: Any, shared: bool = False, **aliases: Any) -> tuple[Tensor, ...]:
         """Records the messages that kernels would send: the twin's backward pass sends twice the bytes."""
         if shared:
             forward, backward = norm_groups(program)
             sizes = [2 * (2 * program.channels * norms + 1) for norms in forward]  # a row of each of two ranks
             sizes += [2 * program.channels * norms for norms in backward]
             found.extend(Collective(4 * size, "norms") for size in sizes)
-        return derived_cell_reference(program, *given, readers=readers)
+        return derived_cell_reference(program, *given, **aliases)
 
     def listed(tensor: Tensor, *given: Any, **options: Any) -> Any:
         of_gradients = bool(options.get("async_op"))

@@ -20,7 +20,7 @@ from benchmarks.scaling import (
 )
 from benchmarks.steps import Case, step_state
 from softcell.arch import notation
-from softcell.kernels.derived import norm_groups
+from softcell.kernels.derived_program import norm_groups
 from softcell.nn.norm import running_statistics
 from softcell.spaces import build_space
 from softcell.spaces.darts import DartsNetwork

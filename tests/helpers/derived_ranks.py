@@ -13,7 +13,8 @@ from torch import Tensor
 from softcell.arch import notation
 from softcell.engine import distributed
 from softcell.engine.optim import classification_step
-from softcell.kernels.derived import derived_cell, derived_cell_reference, norm_groups
+from softcell.kernels.derived import derived_cell, derived_cell_reference
+from softcell.kernels.derived_program import norm_groups
 from softcell.kernels.shared import local_norms
 from softcell.spaces import _derived_plan, build_space, execution
 from softcell.spaces.execution import fused_networks, is_modules_only

@@ -6,6 +6,7 @@ are copied into buffers, nodes are parts of a buffer, and gradients arrive one b
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +15,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from softcell.kernels import derived
-from softcell.kernels.derived import Derived, Form, derived_cell_reference
+from softcell.kernels.derived import derived_cell_reference
+from softcell.kernels.derived_program import Derived, Form
 from softcell.kernels.schedule import Name, Schedule, Tensors
 from softcell.spaces import _derived_plan, execution
 from softcell.spaces.execution import is_modules_only
@@ -66,7 +68,13 @@ class TwinKernels:
             found = torch.autograd.grad(out, given, pull, materialize_grads=True)
             tensors["parameter_gradient"] = found[0]
             for i, gradient in enumerate(found[1:]):
-                tensors[f"input{i}_gradient"] = gradient.permute(0, 2, 3, 1).contiguous().flatten()
+                own = gradient.permute(0, 2, 3, 1).flatten()
+                last = i + 1 == program.inputs
+                if form.passed and last:
+                    own += tensors["passed"].flatten()
+                to = own.new_full((max(len(own), form.room if last else 0),), math.nan)
+                to[: len(own)] = own
+                tensors[f"input{i}_gradient"] = to
 
         return _with(_schedule(device), run)
 

@@ -67,7 +67,8 @@ def outcomes(
 ) -> list[Tensor]:
     """Output, statistics, gradients of parameters and inputs, always with the same random numbers.
 
-    In training those are drop-path's factors and the output's gradient; else running statistics and that gradient.
+    The newer input has another reader, whose gradient the kernels add to their own. In training the random numbers are
+    drop-path's factors and these gradients; else running statistics and these gradients.
     """
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     generator = torch.Generator().manual_seed(1)
@@ -78,9 +79,9 @@ def outcomes(
     drawn = (torch.rand(shape, generator=generator) + 0.5).to(parameters.device, wide)
     running, factors = (None, drawn) if training else (drawn, None)
     run = derived_cell_reference if plain else derived_cell
-    out, moments = run(fused.program, dtype, parameters, running, factors, *inputs)
-    grad = torch.randn(out.shape, generator=generator).to(out.device, dtype)
-    return [out, moments, *torch.autograd.grad(out, (parameters, *inputs), grad)]
+    out, passed, moments = run(fused.program, dtype, parameters, running, factors, *inputs, passes=True)
+    grad, other = (torch.randn(x.shape, generator=generator).to(x.device, dtype) for x in (out, passed))
+    return [out, moments, *torch.autograd.grad((out, passed), (parameters, *inputs), (grad, other))]
 
 
 OUTCOMES = ("output", "statistics", "gradient of parameters", "gradient of older", "gradient of newer")

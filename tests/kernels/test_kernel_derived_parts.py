@@ -13,7 +13,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from softcell.kernels.derived import derived_nodes, derived_nodes_reference, norm_groups
+from softcell.kernels.derived import derived_nodes, derived_nodes_reference
+from softcell.kernels.derived_program import norm_groups
 from softcell.nn.candidates import Spec, get_candidate
 from softcell.nn.conv import ReLUConvBN
 from softcell.nn.stochastic import DropPath

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from softcell.arch import WeightMix
 from softcell.nn.conv import DilatedConv, ReLUConvBN
-from softcell.nn.stack import LARGEST, run_stacked, stack_key, stacking_pays
+from softcell.nn.stack import LARGEST, flat, run_stacked, stack_key, stacking_pays
 from softcell.spaces import _executors, build_space
 from softcell.spaces.execution import modules_only
 
@@ -89,3 +89,17 @@ def test_a_supernet_computes_the_same_with_and_without_stacking(
         results.append((y, torch.autograd.grad(y.sum(), list(supernet.parameters())), list(supernet.buffers())))
     assert calls, "several convolutions leave a node"
     torch.testing.assert_close(results[0], results[1], rtol=1e-9, atol=1e-10)
+
+
+def test_gradients_of_flat_weights_are_parts_of_one_buffer() -> None:
+    """Copying them apart would cost a launch for every fused cell."""
+    weights = [torch.randn(3, 2, 1, 1), torch.randn(4, 1, 3, 3), torch.randn(2, 3, 3, 3)]
+    weights[2] = weights[2].to(memory_format=torch.channels_last)
+    for w in weights:
+        w.requires_grad_()
+    vector = flat(weights)
+    given = torch.arange(float(vector.numel()))
+    found = torch.autograd.grad(vector, weights, given)
+    assert len({g.untyped_storage().data_ptr() for g in found}) == 1
+    assert [g.stride() for g in found] == [w.stride() for w in weights]
+    torch.testing.assert_close(torch.cat([g.permute(0, 2, 3, 1).flatten() for g in found]), given)

@@ -19,6 +19,8 @@ from torch import Tensor, nn
 from softcell.engine.distributed import World, average_
 from softcell.engine.metrics import sum_dtype
 from softcell.engine.reduce import gradients_of
+from softcell.kernels.backend import runs_triton
+from softcell.kernels.sgd import sgd_step
 
 
 def apply_gradients(
@@ -34,15 +36,49 @@ def apply_gradients(
 
     gradients: one per parameter, of its shape; a parameter whose gradient is None is left unchanged.
     """
-    for parameter, gradient in zip(parameters, _owned(gradients), strict=True):
-        parameter.grad = _laid_out_like(parameter, gradient)
+    own = [_laid_out_like(p, g) for p, g in zip(parameters, _owned(gradients), strict=True)]
     if not averaged:
-        average_([p.grad for p in parameters if p.grad is not None], world)
+        average_([gradient for gradient in own if gradient is not None], world)
+    # Clipped after averaging, so that all ranks clip by the same norm.
+    if isinstance(optimiser, torch.optim.SGD) and _step_at_once(optimiser, parameters, own, clip):
+        return
+    for parameter, gradient in zip(parameters, own, strict=True):
+        parameter.grad = gradient
     if clip > 0:
-        # After averaging, so that all ranks clip by the same norm.
         nn.utils.clip_grad_norm_(parameters, clip)
     optimiser.step()
     optimiser.zero_grad(set_to_none=True)
+
+
+@torch.no_grad()
+def _step_at_once(
+    optimiser: torch.optim.SGD, parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor | None], clip: float
+) -> bool:
+    """Clip and step by `sgd_step`, if it can and all parameters have gradients; whether it did.
+
+    Steps that update changing sets of parameters would need a table of addresses for each set.
+    """
+    if len(optimiser.param_groups) > 1 or not (parameters and runs_triton(parameters[0])):
+        return False
+    group = optimiser.param_groups[0]
+    plain = not (group["dampening"] or group["maximize"]) and isinstance(group["lr"], Tensor)
+    known = [gradient for gradient in gradients if gradient is not None]
+    if not plain or len(known) < len(parameters):
+        return False
+    momenta = [optimiser.state.get(p, {}).get("momentum_buffer") for p in parameters]
+    found = [m for m in momenta if m is not None]
+    if len(found) < len(parameters) or not all(map(_alike, parameters, known, found)):
+        return False
+    rule = {name: group[name] for name in ("momentum", "weight_decay", "nesterov")}
+    sgd_step(parameters, known, found, group["lr"], clip=clip, **rule)
+    return True
+
+
+def _alike(parameter: Tensor, gradient: Tensor, momentum: Tensor) -> bool:
+    """Whether the values of all three are float32 and in the same order, without gaps."""
+    dense = parameter.is_contiguous() or parameter.is_contiguous(memory_format=torch.channels_last)
+    same = parameter.stride() == gradient.stride() == momentum.stride()
+    return dense and same and parameter.dtype == gradient.dtype == momentum.dtype == torch.float32
 
 
 def _laid_out_like(parameter: Tensor, gradient: Tensor | None) -> Tensor | None:

@@ -174,8 +174,10 @@ def table(rows: tuple[tuple[int, ...], ...], device: torch.device) -> Tensor:
 class KeptTable:
     """A small tensor copied to the device asynchronously: streams that use it wait for the copy, the host does not."""
 
-    def __init__(self, rows: tuple[tuple[int, ...], ...], device: torch.device) -> None:
-        own = torch.tensor(rows, dtype=torch.int32)
+    def __init__(
+        self, rows: tuple[tuple[int, ...], ...], device: torch.device, dtype: torch.dtype = torch.int32
+    ) -> None:
+        own = torch.tensor(rows, dtype=dtype)
         self._copied: torch.cuda.Event | None = None
         self._on_gpu = device.type == "cuda"
         if not self._on_gpu or torch.cuda.is_current_stream_capturing():

@@ -19,178 +19,21 @@ is linear in g and y, so the gradient of a norm is also applied wherever a plane
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import replace
 from itertools import islice
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from softcell.kernels.backend import triton_kernels
+from softcell.kernels.backend import is_wanted, triton_kernels
+from softcell.kernels.derived_program import NONE, Derived, Form, Stage, nodes_read
 from softcell.kernels.pool import average_pool
 from softcell.kernels.schedule import copy_together
 from softcell.kernels.shared import merge_over_ranks
-
-NONE = -1
-
-
-@dataclass(frozen=True, slots=True)
-class Stage:
-    """y[plane][:, column : column + width] = matrix · depthwise(ReLU(z[source])).
-
-    `source`: a plane, or -1 - i for the cell's i-th input tensor. `size`, `dilation`, `padding`, `stride`: the window
-    of the depthwise convolution; a size of 1 has no weights and reads the pixel at −padding. `depth`, `matrix`: offsets
-    of weights [fan_in, size²] and [width, fan_in] in the flat parameters.
-    """
-
-    source: int
-    plane: int
-    size: int
-    dilation: int
-    padding: int
-    stride: int
-    matrix: int
-    depth: int
-    fan_in: int
-    width: int
-    column: int = 0
-
-    @property
-    def taps(self) -> int:
-        return self.size**2
-
-
-@dataclass(frozen=True, slots=True)
-class Pooling:
-    """A 3×3 pool of the value of plane `source` into `plane`; a maximum stores its winning taps in `slot`."""
-
-    source: int
-    plane: int
-    largest: bool
-    slot: int
-    stride: int
-
-
-@dataclass(frozen=True, slots=True)
-class NodeInput:
-    """One input of a node: the value of `plane`, scaled per sample by row `path` of drop-path's factors unless NONE."""
-
-    plane: int
-    path: int = NONE
-
-
-@dataclass(frozen=True, slots=True)
-class Norm:
-    """The batch-norm of a plane: offsets of scale and shift in the flat parameters, or NONE without them."""
-
-    plane: int
-    scale: int
-    shift: int
-
-
-@dataclass(frozen=True, slots=True)
-class Round:
-    """Everything that runs once the values of `sources` are known: stages, the stages that follow them, and pools.
-
-    `measured` are the planes with a norm written by the first stages and pools, `measured_second` those of the second.
-    """
-
-    sources: tuple[int, ...]
-    first: tuple[Stage, ...]
-    second: tuple[Stage, ...]
-    pools: tuple[Pooling, ...]
-    measured: tuple[int, ...]
-    measured_second: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Derived:
-    """A cell of `inputs` preprocessed inputs (planes 0…), `nodes` inner nodes (the next planes) and further planes.
-
-    `preprocess` reads the input tensors; if it is empty, the input tensors are the first planes. Inner node j sums
-    `node_inputs[j]`; `paths` is the number of drop-path factors.
-    """
-
-    channels: int
-    inputs: int
-    nodes: int
-    planes: int
-    stride: int
-    slots: int
-    paths: int
-    preprocess: tuple[Stage, ...]
-    rounds: tuple[Round, ...]
-    node_inputs: tuple[tuple[NodeInput, ...], ...]
-    norms: tuple[Norm, ...]
-    eps: float
-    _hash: int = field(init=False, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        # Cached: every pass uses the program as a key, and hashing hundreds of numbers takes as long as a kernel.
-        values = tuple(getattr(self, one.name) for one in fields(self) if one.init)
-        object.__setattr__(self, "_hash", hash(values))
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    def is_node(self, plane: int) -> bool:
-        return self.inputs <= plane < self.inputs + self.nodes
-
-    @property
-    def is_raw(self) -> bool:
-        """Whether the input tensors are the values of the first planes, without preprocessing."""
-        return not self.preprocess
-
-    @property
-    def node_planes(self) -> range:
-        return range(self.inputs, self.inputs + self.nodes)
-
-    def round_of(self, plane: int) -> Round | None:
-        """The round that follows `plane`; the round of the inputs follows the last input."""
-        return next((r for r in self.rounds if plane == r.sources[-1]), None)
-
-
-@dataclass(frozen=True, slots=True)
-class Form:
-    """Everything that determines the launches of a pass, apart from the program.
-
-    shapes: of the input tensors, [n, h_i, w_i, c_i]. known: norms use given statistics. drops: drop-path is active.
-    apart: nodes are separate maps [nodes, n, h', w', c], not columns of one map [n, h', w', nodes · c]. rank, ranks:
-    this rank and the number of ranks that share norms, 0 if norms are local.
-    """
-
-    dtype: torch.dtype
-    shapes: tuple[tuple[int, ...], ...]
-    num_parameters: int
-    known: bool
-    drops: bool
-    apart: bool = False
-    rank: int = 0
-    ranks: int = 0
-
-    @staticmethod
-    def of(
-        dtype: torch.dtype,
-        shapes: Sequence[Sequence[int]],
-        num_parameters: int,
-        *,
-        known: bool,
-        drops: bool,
-        shared: bool,
-        apart: bool = False,
-    ) -> Form:
-        """shared: whether all ranks of the process group share norms, which is only the case in training."""
-        place = (dist.get_rank(), dist.get_world_size()) if shared and not known else (0, 0)
-        return Form(dtype, tuple(map(tuple, shapes)), num_parameters, known, drops, apart, *place)
-
-    @property
-    def shared(self) -> bool:
-        return self.ranks > 0
 
 
 def derived_cell(
@@ -202,6 +45,7 @@ def derived_cell(
     *states: Tensor,
     shared: bool = False,
     readers: int = 1,
+    passes: bool = False,
 ) -> tuple[Tensor, ...]:
     """The concatenated nodes [n, nodes · c, h', w'], channels-last, and the planes' statistics [3, planes, c].
 
@@ -211,9 +55,11 @@ def derived_cell(
     statistics), without gradient. shared: batch statistics cover the rows of all ranks and are merged by one collective
     per norm group, forward and backward. readers: how often the nodes are returned, each time as the same memory. If
     each reader gets its own, the backward pass adds their gradients where they belong; autograd would add them up
-    elsewhere, and the sum would then be copied.
+    elsewhere, and the sum would then be copied. passes: the last input tensor is returned, too, before the statistics.
+    If its later readers read that, the kernel that writes its gradient adds theirs, and if only this cell reads the
+    nodes of another one, that gradient begins the buffer in which the backward pass of the other cell continues.
     """
-    given = (program, dtype, shared, False, (readers,), parameters, running, factors, *states)
+    given = (program, dtype, shared, False, (readers,), passes, parameters, running, factors, *states)
     found: tuple[Tensor, ...] = _DerivedCell.apply(*given)  # type: ignore[no-untyped-call]
     return found
 
@@ -231,7 +77,7 @@ def derived_nodes(
 
     Node gradients are copied once. Slicing a concatenated output instead would first assemble them into one tensor.
     """
-    given = (program, dtype, shared, True, (1,) * program.nodes, parameters, running, factors, *states)
+    given = (program, dtype, shared, True, (1,) * program.nodes, False, parameters, running, factors, *states)
     *nodes, moments = _DerivedCell.apply(*given)  # type: ignore[no-untyped-call]
     return nodes, moments
 
@@ -259,6 +105,7 @@ def derived_cell_reference(
     *states: Tensor,
     shared: bool = False,
     readers: int = 1,
+    passes: bool = False,
 ) -> tuple[Tensor, ...]:
     """The plain twin of `derived_cell`, by autograd; differentiable any number of times."""
     c = program.channels
@@ -329,7 +176,7 @@ def derived_cell_reference(
         run(found.second)
         normalise(found.measured_second)
     out = torch.cat([values[plane] for plane in program.node_planes], 1)
-    return *[out.contiguous(memory_format=torch.channels_last)] * readers, moments
+    return *[out.contiguous(memory_format=torch.channels_last)] * readers, *states[-1:] * passes, moments
 
 
 def _apply(stage: Stage, x: Tensor, parameters: Tensor) -> Tensor:
@@ -361,6 +208,7 @@ class _DerivedCell(torch.autograd.Function):
         shared: bool,
         apart: bool,
         readers: tuple[int, ...],
+        passes: bool,
         parameters: Tensor,
         running: Tensor | None,
         factors: Tensor | None,
@@ -374,7 +222,8 @@ class _DerivedCell(torch.autograd.Function):
         tensors = _named(parameters, running, factors, [] if is_raw else inputs)
         tensors |= {f"input{i}": x for i, x in enumerate(inputs) if is_raw}
         triton_kernels("derived").forward_schedule(program, form, parameters.device).run(tensors)
-        ctx.program, ctx.form, ctx.readers = program, form, readers
+        ctx.program, ctx.form, ctx.readers, ctx.passes = program, form, readers, passes
+        ctx.size, ctx.room = gradient_size(tensors["buffer"], program, form), None
         ctx.kept = [name for name in _KEPT if name in tensors]
         kept = [tensors[name] for name in ctx.kept]
         ctx.shapes = shapes
@@ -384,7 +233,8 @@ class _DerivedCell(torch.autograd.Function):
         moments = tensors["state"].view(-1, program.planes, program.channels)[:3]
         ctx.mark_non_differentiable(moments)
         outputs = zip(_outputs_in(tensors["buffer"], program, form), readers, strict=True)
-        return *(x.permute(0, 3, 1, 2) for x, count in outputs for _ in range(count)), moments
+        passed = [states[-1].view_as(states[-1])] * passes
+        return *(x.permute(0, 3, 1, 2) for x, count in outputs for _ in range(count)), *passed, moments
 
     @staticmethod
     def backward(ctx: Any, *arrived: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -392,23 +242,37 @@ class _DerivedCell(torch.autograd.Function):
         parameters, running, factors, *kept = ctx.saved_tensors
         inputs = [] if program.is_raw else kept[: program.inputs]
         kept = kept[len(inputs) :]
-        gradients = arrived[:-1]  # the last one belongs to the statistics
+        gradients = list(arrived[:-1])  # the last one belongs to the statistics
+        passed = gradients.pop() if ctx.passes else None
+        room, ctx.room = ctx.room, None
         if all(gradient is None for gradient in gradients):
-            return (None,) * (8 + program.inputs)
+            return *(None,) * (8 + program.inputs), passed
         if torch.is_grad_enabled():
             raise NotImplementedError("a fused derived cell has no second derivative; run it within `modules_only`")
         tensors = _named(parameters, running, factors, inputs)
         tensors |= zip(ctx.kept, kept, strict=True)
-        tensors |= {
-            f"{name}_gradient": torch.empty_like(tensors[name]) for name in ("buffer", "given") if name in tensors
-        }
-        places = _outputs_in(tensors["buffer_gradient"], program, ctx.form)
         each = iter(gradients)
-        _fill(places, [[one.permute(0, 2, 3, 1) for one in islice(each, n) if one is not None] for n in ctx.readers])
-        triton_kernels("derived").backward_schedule(program, ctx.form, parameters.device).run(tensors)
+        given = [[one.permute(0, 2, 3, 1) for one in islice(each, n) if one is not None] for n in ctx.readers]
+        if room is not None and _begins(room, given, program, ctx.form):
+            tensors["buffer_gradient"] = room
+        else:
+            tensors["buffer_gradient"] = tensors["buffer"].new_empty(ctx.size)
+            _fill(_outputs_in(tensors["buffer_gradient"], program, ctx.form), given)
+        if "given" in tensors:
+            tensors["given_gradient"] = torch.empty_like(tensors["given"])
+        last, producer = f"input{program.inputs - 1}_gradient", _producer(ctx)
+        form = replace(ctx.form, room=0 if producer is None else producer.size)
+        if passed is not None and program.adds_passed:
+            tensors |= _aligned({"passed": _rows_last(passed, form.dtype)})
+            form, passed = replace(form, passed=True), None
+        triton_kernels("derived").backward_schedule(program, form, parameters.device).run(tensors)
+        if producer is not None:
+            producer.room = tensors[last]
         own = (tensors[f"input{i}_gradient"][: math.prod(of)].view(of) for i, of in enumerate(ctx.shapes))
-        states = (x.permute(0, 3, 1, 2) for x in own)
-        return None, None, None, None, None, tensors["parameter_gradient"], None, None, *states
+        states = [x.permute(0, 3, 1, 2) for x in own]
+        if passed is not None:
+            states[-1] = states[-1] + passed
+        return *(None,) * 6, tensors["parameter_gradient"], None, None, *states
 
 
 _KEPT = ("given", "buffer", "state", "winners", "depths", "depthwise")
@@ -424,7 +288,40 @@ def _named(
     """Input tensors of a schedule, by name; kernels rely on addresses that are multiples of 16."""
     named = {"parameters": parameters, "running": running, "factors": factors}
     named |= {f"input{i}": x for i, x in enumerate(inputs)}
-    return {name: x if x.data_ptr() % 16 == 0 else x.clone() for name, x in named.items() if x is not None}
+    return _aligned({name: x for name, x in named.items() if x is not None})
+
+
+def _aligned(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: x if x.data_ptr() % 16 == 0 else x.clone() for name, x in tensors.items()}
+
+
+def gradient_size(buffer: Tensor, program: Derived, form: Form) -> int:
+    """Values of the buffer of gradients of planes: like the planes' own, with a second map for `nodes_read`."""
+    n, height, width, _ = form.shapes[-1]
+    rows = n * -(-height // program.stride) * -(-width // program.stride)
+    return buffer.numel() + len(nodes_read(program)) * rows * program.channels
+
+
+def _producer(ctx: Any) -> Any:
+    """The autograd node of the cell whose nodes are the last input, if this cell is their only reader, or None.
+
+    This pass must reach it: its backward pass continues in the buffer that the gradient of the input begins.
+    """
+    producer, output = ctx.next_functions[-1]
+    if ctx.program.is_raw or not isinstance(producer, type(ctx)):
+        return None
+    alone = output == 0 and producer.readers == (1,) and producer.form.dtype == ctx.form.dtype
+    return producer if alone and is_wanted(ctx, len(ctx.next_functions) - 1) else None
+
+
+def _begins(room: Tensor, gradients: Sequence[Sequence[Tensor]], program: Derived, form: Form) -> bool:
+    """Whether the only gradient that arrived is the start of `room`, where the reader of the nodes wrote it.
+
+    A hook or another reader may have replaced it. `room` is alive, so no other tensor has its address.
+    """
+    [[own]], [place] = gradients, _outputs_in(room, program, form)
+    same = own.shape == place.shape and own.stride() == place.stride() and own.dtype == place.dtype
+    return same and own.data_ptr() == place.data_ptr()
 
 
 def _outputs_in(buffer: Tensor, program: Derived, form: Form) -> tuple[Tensor, ...]:
@@ -454,36 +351,3 @@ def _fill(places: Sequence[Tensor], gradients: Sequence[Sequence[Tensor]]) -> No
 def _rows_last(x: Tensor, dtype: torch.dtype) -> Tensor:
     """x [n, c, h, w] as a dense [n, h, w, c] of `dtype`; a view if it is already channels-last."""
     return x.permute(0, 2, 3, 1).to(dtype).contiguous()
-
-
-@functools.lru_cache(maxsize=1024)
-def interned(program: Derived) -> Derived:
-    """A canonical instance of an equal program: cells of one width share it, so that lookups compare identities."""
-    return program
-
-
-@functools.cache
-def consumers(program: Derived) -> dict[int, tuple[int, int]]:
-    """Maps each plane to the node that reads it and its position among that node's inputs; inner stages have none."""
-    return {
-        one.plane: (j, i)
-        for j, inputs in enumerate(program.node_inputs)
-        for i, one in enumerate(inputs)
-        if not (one.plane < program.inputs or program.is_node(one.plane))
-    }
-
-
-def norm_groups(program: Derived) -> tuple[list[int], list[int]]:
-    """Number of norms merged by each collective, in the order of the kernels: forward and backward."""
-    inner = [len(planes) for r in program.rounds for planes in (r.measured, r.measured_second) if planes]
-    normed = {norm.plane for norm in program.norms} - set(range(program.inputs))
-    preprocessed = 0 if program.is_raw else program.inputs
-    backward, arrived = [], 0
-    for plane in reversed((program.inputs - 1, *program.node_planes)):
-        found = program.round_of(plane)
-        if found is not None:
-            backward += [arrived, len(found.second), preprocessed if plane < program.inputs else 0]
-            arrived = 0
-        if program.is_node(plane):
-            arrived += sum(one.plane in normed for one in program.node_inputs[plane - program.inputs])
-    return [preprocessed, *inner][program.is_raw :], [count for count in backward if count]

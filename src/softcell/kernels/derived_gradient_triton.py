@@ -66,17 +66,18 @@ def _clear_border(
 
 @triton.jit(do_not_specialize=["rows", "samples", "planes"])
 def _lower(
-    g_ptr, y_ptr, w_ptr, factors_ptr, slopes_ptr, x_ptr, to_ptr, dy_ptr, jobs_ptr, rows, AREA: tl.constexpr, samples,
-    size, planes, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, OUT_HEIGHT: tl.constexpr, OUT_WIDTH: tl.constexpr,
+    g_ptr, y_ptr, w_ptr, factors_ptr, slopes_ptr, x_ptr, more_ptr, to_ptr, dy_ptr, jobs_ptr, rows, AREA: tl.constexpr,
+    samples, size, planes, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, OUT_HEIGHT: tl.constexpr, OUT_WIDTH: tl.constexpr,
     BORDER: tl.constexpr, to_size, dy_size, C: tl.constexpr, FAN_IN: tl.constexpr, PITCH: tl.constexpr,
     DY_PITCH: tl.constexpr, WEIGHTS: tl.constexpr, COLUMNS: tl.constexpr, STRIDE: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, DROPS: tl.constexpr, EXTERNAL: tl.constexpr, PULLED: tl.constexpr,
-    WHOLE: tl.constexpr, PRECISION: tl.constexpr,
+    WHOLE: tl.constexpr, ADDS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Dense ∂y, and the gradient of the depthwise result, ∂y · matrix, inside a BORDER of zeros.
 
-    EXTERNAL: the latter is the gradient of the input tensor itself, masked where the input is not positive. PULLED: ∂y
-    was already written, padded with zeros to DY_PITCH. WHOLE: all stages write planes starting at the first column.
+    EXTERNAL: the latter is the gradient of the input tensor itself, masked where the input is not positive; ADDS: plus
+    the gradient from another reader. PULLED: ∂y was already written, padded with zeros to DY_PITCH. WHOLE: all stages
+    write planes starting at the first column.
     """
     job = jobs_ptr + tl.program_id(1) * 12
     matrix, columns = tl.load(job + 7) * WEIGHTS, tl.load(job + 8) * COLUMNS
@@ -131,7 +132,10 @@ def _lower(
     at = row[:, None].to(tl.int64) * PITCH + k[None, :]
     if EXTERNAL:
         x = tl.load(x_ptr + at, mask=ok, other=0.0)
-        tl.store(to_ptr + at, tl.where(x > 0, total, 0.0).to(kind), mask=ok)
+        total = tl.where(x > 0, total, 0.0)
+        if ADDS:
+            total += tl.load(more_ptr + at, mask=ok, other=0.0).to(tl.float32)
+        tl.store(to_ptr + at, total.to(kind), mask=ok)
     else:
         whole = m_ok[:, None] & (k < PITCH)[None, :]  # zero beyond the channels, and so are the weights
         tl.store(to_ptr + unit.to(tl.int64) * to_size + at, total.to(kind), mask=whole)
@@ -139,18 +143,18 @@ def _lower(
 
 @triton.jit(do_not_specialize=["rows", "samples", "planes", "programs"])
 def _lower_tiles(
-    g_ptr, y_ptr, w_ptr, factors_ptr, slopes_ptr, x_ptr, to_ptr, dy_ptr, jobs_ptr, rows, programs, samples, size,
-    planes, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, BORDER: tl.constexpr, to_size, dy_size, C: tl.constexpr,
+    g_ptr, y_ptr, w_ptr, factors_ptr, slopes_ptr, x_ptr, more_ptr, to_ptr, dy_ptr, jobs_ptr, rows, programs, samples,
+    size, planes, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, BORDER: tl.constexpr, to_size, dy_size, C: tl.constexpr,
     FAN_IN: tl.constexpr, PITCH: tl.constexpr, DY_PITCH: tl.constexpr, WEIGHTS: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, EXTERNAL: tl.constexpr, PULLED: tl.constexpr,
-    ALIGNED: tl.constexpr, DROPS: tl.constexpr, PRECISION: tl.constexpr,
+    ALIGNED: tl.constexpr, DROPS: tl.constexpr, ADDS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """`_lower` without strides, if a block holds all columns of ∂y: a program loops over blocks of rows.
 
     It loads its weights once and prefetches the next rows. The first `programs` programs of a job do this, the others
     write its BORDER of zeros. PULLED: ∂y was already written; otherwise the program writes it, and a block holds all
-    channels. EXTERNAL: the output is the gradient of an input tensor. ALIGNED: all blocks of rows are complete and,
-    inside a cell, each is within one image.
+    channels. EXTERNAL: the output is the gradient of an input tensor; ADDS: plus that from another reader. ALIGNED: all
+    blocks of rows are complete and, inside a cell, each is within one image.
     """
     job = jobs_ptr + tl.program_id(1) * 10
     matrix, unit, k = tl.load(job + 7) * WEIGHTS, tl.load(job + 8).to(tl.int64), tl.load(job + 9) * 16
@@ -206,10 +210,14 @@ def _lower_tiles(
         if EXTERNAL:
             place = start * PITCH + (m * PITCH)[:, None] + k[None, :]
             x = tl.load(x_ptr + place, mask=there, other=0.0)
+            if ADDS:
+                more = tl.load(more_ptr + place, mask=there, other=0.0)
         total = tl.dot(dy, weight, input_precision=PRECISION)
         if EXTERNAL:
             to = base + place
             total = tl.where(x > 0, total, 0.0)
+            if ADDS:
+                total += more.to(tl.float32)
         elif ALIGNED:
             image = start // area
             line = image * (HEIGHT + 2 * BORDER) + (start - image * area) // WIDTH + BORDER
@@ -319,18 +327,21 @@ def _complete(
     total, own, m, image, i, j, c, ok, a, b, x_ptr, dy_ptr, pulled_ptr, dx_ptr, factors_ptr, winners_ptr, others_ptr,
     HEIGHT: tl.constexpr, WIDTH: tl.constexpr, OUT_HEIGHT: tl.constexpr, OUT_WIDTH: tl.constexpr, samples, x_size,
     dy_size, C: tl.constexpr, STRIDE: tl.constexpr, DROPS: tl.constexpr, POOLED: tl.constexpr, TOGETHER: tl.constexpr,
+    ADDS: tl.constexpr,
 ):  # fmt: skip
     """Applies ReLU's mask to `total`, adds earlier terms, identities and pools, stores the result, returns it with y.
 
-    total: sum over the convolutions. m, image, i, j, c: pixel, its image, line, column and channel, which broadcast to
-    the shape of `total`; ok: mask of those that exist. a, b: the coefficients of the plane's value.
+    ADDS: earlier terms are the gradient of a node as it arrived; the result is stored elsewhere. total: sum over the
+    convolutions. m, image, i, j, c: pixel, its image, line, column and channel, which broadcast to the shape of
+    `total`; ok: mask of those that exist. a, b: the coefficients of the plane's value.
     """
     unit, column, distance = tl.load(own), tl.load(own + 1) * C, tl.load(own + 2) * C
-    other, last, adds = tl.load(own + 6), tl.load(own + 7), tl.load(own + 8)
+    other, last = tl.load(own + 6), tl.load(own + 7)
     at = unit.to(tl.int64) * x_size + column + m * distance + c
     y = tl.load(x_ptr + at, mask=ok, other=0.0).to(tl.float32)
     total = tl.where(y * a + b > 0, total, 0.0)
-    total += tl.load(dx_ptr + at, mask=ok & (adds > 0), other=0.0).to(tl.float32)
+    if ADDS:
+        total += tl.load(dx_ptr + at, mask=ok, other=0.0).to(tl.float32)
     for number in range(other, last):
         # For an identity: the address of its gradient, and its path. For a pool: its number and slot (-1: an average).
         job = others_ptr + number * 6
@@ -348,6 +359,8 @@ def _complete(
                 dy_size, C, STRIDE, TOGETHER,
             )  # fmt: skip
     g = total.to(dx_ptr.dtype.element_ty)
+    if ADDS:
+        at = tl.load(own + 9).to(tl.int64) * x_size + tl.load(own + 10) * C + m * (tl.load(own + 11) * C) + c
     tl.store(dx_ptr + at, g, mask=ok)
     return tl.where(ok, g.to(tl.float32), 0.0), y
 
@@ -359,13 +372,13 @@ def _gather(
     OUT_HEIGHT: tl.constexpr, OUT_WIDTH: tl.constexpr, BORDER: tl.constexpr, samples, x_size, dy_size, lowered_size,
     planes, terms, C: tl.constexpr, PITCH: tl.constexpr, CB: tl.constexpr, SIZE: tl.constexpr, STEP: tl.constexpr,
     STRIDE: tl.constexpr, BLOCK: tl.constexpr, DROPS: tl.constexpr, POOLED: tl.constexpr, STATS: tl.constexpr,
-    TOGETHER: tl.constexpr,
+    TOGETHER: tl.constexpr, ADDS: tl.constexpr,
 ):  # fmt: skip
     """The gradient of a plane's value, from all convolutions, identities and pools that read it.
 
     SIZE: the size of all windows, 0 if they differ. STEP: taps of a line that are loaded at a time.
     """
-    own = sources_ptr + tl.program_id(1) * 10
+    own = sources_ptr + tl.program_id(1) * 12
     begin, end = tl.load(own + 4), tl.load(own + 5)
     m = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     c = tl.program_id(2) * CB + tl.arange(0, CB)
@@ -413,13 +426,13 @@ def _gather(
                             depth_ptr + depth + (r * size + s) * C + c, mask=c_ok & (depth >= 0) & (s < size), other=1.0
                         )
                     total += d * weight[None, :]
-    source, place = tl.load(own + 3), tl.load(own + 9)
+    source, place = tl.load(own + 3), tl.load(own + 8)
     a = tl.load(coefficients_ptr + source * C + c, mask=c_ok, other=0.0)[None, :]
     b = tl.load(coefficients_ptr + (planes + source) * C + c, mask=c_ok, other=0.0)[None, :]
     g, y = _complete(
         total, own, m[:, None], image[:, None], i[:, None], j[:, None], c[None, :], ok, a, b, x_ptr, dy_ptr, pulled_ptr,
         dx_ptr, factors_ptr, winners_ptr, others_ptr, HEIGHT, WIDTH, OUT_HEIGHT, OUT_WIDTH, samples, x_size, dy_size, C,
-        STRIDE, DROPS, POOLED, TOGETHER,
+        STRIDE, DROPS, POOLED, TOGETHER, ADDS,
     )  # fmt: skip
     if STATS:
         mean = tl.load(moments_ptr + source * C + c, mask=c_ok, other=0.0)

@@ -12,9 +12,9 @@ import torch
 import triton
 
 from softcell.kernels.backend import padded, shared_memory
-from softcell.kernels.derived import NONE
 from softcell.kernels.derived_forward_triton import _activate
 from softcell.kernels.derived_lines_triton import _activate_lines, _depthwise_lines
+from softcell.kernels.derived_program import NONE
 from softcell.kernels.schedule import Name
 
 
@@ -73,7 +73,7 @@ class Blocks:
     sums_elements: int = 1024
     add_elements: int = 2048
     finish_rows: int = 4096  # partial sums of norm gradients that a program loads at a time
-    splits_block: int = 32  # values whose partial sums a program adds, 2,048 at a time
+    splits_block: int = 0  # values whose partial sums a program adds, 2,048 at a time; 0: by the number of splits
     beside: bool = True  # gradients of weights on a second stream, in parallel with those of planes
 
 
@@ -92,10 +92,8 @@ def blocks_for(channels):
     `_gather_lines` (benchmarks/NOTES.md, rows 11 and 15). Weight gradients of narrow cells read through the L1 cache,
     which neighbouring taps share, if loads are not staged (row 16). Kernels with few registers and one purpose are
     preferred to those that save a pass over memory (rows 18 and 19), though stages in one kernel were faster at 36 and
-    72 channels; that form has not been compared in bfloat16 yet. Partial sums of weights have 70 splits or more at 36
-    channels, where 64 are added at a time, and mostly 17 or 4 at 72 and 144 channels, where 8 are added at a time (row
-    21). Depthwise results are kept for the gradients of weights, which saves 1.7 ms per step of DARTS_V2 and takes 0.8
-    GB (row 22).
+    72 channels; that form has not been compared in bfloat16 yet. Depthwise results are kept for the gradients of
+    weights, which saves 1.7 ms per step of DARTS_V2 and takes 0.8 GB (row 22).
     """
     if channels <= 48 and -channels % 32 > channels // 3:
         found = Blocks(stage_depth=16, stage_warps=4, lower_rows=64, lower_warps=4, weight_stages=1)
@@ -104,7 +102,7 @@ def blocks_for(channels):
     else:
         found = Blocks(
             stage_rows=64, point_depth=32, point_tile_stages=3 if channels <= 128 else 2, lower_rows=64,
-            lower_pulled=32, tile_stages=2, tile_programs=3, splits_block=256,
+            lower_pulled=32, tile_stages=2, tile_programs=3,
         )  # fmt: skip
     return replace(found, **({"lower_inner": side_for(channels, 128)} | OVERRIDES))
 

@@ -270,23 +270,27 @@ def _depthwise_lines(
 
 @triton.jit
 def _at_line(
-    x_ptr, dx_ptr, places, distance, g_ok, i, c_ok, adds, number: tl.constexpr, HEIGHT: tl.constexpr,
-    WIDTH: tl.constexpr,
+    x_ptr, dx_ptr, places, distance, g_ok, i, c_ok, number: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr,
+    ADDS: tl.constexpr,
 ):  # fmt: skip
     """A plane's y in line `number` of groups of four, and the gradient accumulated so far."""
     ok = (g_ok & (i + number < HEIGHT))[:, None] & c_ok[None, :]
     at = places + number * WIDTH * distance
-    return tl.load(x_ptr + at, mask=ok, other=0.0), tl.load(dx_ptr + at, mask=ok & adds, other=0.0)
+    y = tl.load(x_ptr + at, mask=ok, other=0.0)
+    d = tl.zeros_like(y)
+    if ADDS:
+        d = tl.load(dx_ptr + at, mask=ok, other=0.0)
+    return y, d
 
 
 @triton.jit
 def _complete_lines(
-    t0, t1, t2, t3, y0, y1, y2, y3, d0, d1, d2, d3, own, places, row, image, i, j, c, g_ok, c_ok, a, b, dy_ptr,
-    pulled_ptr, dx_ptr, factors_ptr, winners_ptr, others_ptr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, samples,
-    dy_size, C: tl.constexpr, DROPS: tl.constexpr, POOLED: tl.constexpr,
+    t0, t1, t2, t3, y0, y1, y2, y3, d0, d1, d2, d3, own, row, image, i, j, c, g_ok, c_ok, a, b, dy_ptr, pulled_ptr,
+    dx_ptr, factors_ptr, winners_ptr, others_ptr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, samples, x_size, dy_size,
+    C: tl.constexpr, DROPS: tl.constexpr, POOLED: tl.constexpr, ADDS: tl.constexpr,
 ):  # fmt: skip
     """`_complete` for four lines, whose loads are in flight at the same time."""
-    distance, other, last = tl.load(own + 2) * C, tl.load(own + 6), tl.load(own + 7)
+    other, last = tl.load(own + 6), tl.load(own + 7)
     ok0 = g_ok[:, None] & c_ok[None, :]
     ok1 = (g_ok & (i + 1 < HEIGHT))[:, None] & c_ok[None, :]
     ok2 = (g_ok & (i + 2 < HEIGHT))[:, None] & c_ok[None, :]
@@ -331,7 +335,10 @@ def _complete_lines(
                 HEIGHT, WIDTH, dy_size, C, 1, False,
             )  # fmt: skip
     kind = dx_ptr.dtype.element_ty
-    at = dx_ptr + places
+    first: tl.constexpr = 9 if ADDS else 0
+    distance = tl.load(own + first + 2) * C
+    at = dx_ptr + tl.load(own + first).to(tl.int64) * x_size + tl.load(own + first + 1) * C
+    at = at + (row * distance)[:, None] + (j * distance + c)[None, :]
     r0, r1, r2, r3 = t0.to(kind), t1.to(kind), t2.to(kind), t3.to(kind)
     tl.store(at, r0, mask=ok0)
     tl.store(at + WIDTH * distance, r1, mask=ok1)
@@ -348,7 +355,7 @@ def _gather_lines(
     winners_ptr, partial_ptr, sources_ptr, jobs_ptr, others_ptr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr,
     BORDER: tl.constexpr, samples, x_size, dy_size, lowered_size, planes, terms, C: tl.constexpr, PITCH: tl.constexpr,
     SIZE: tl.constexpr, DILATION: tl.constexpr, GROUPS: tl.constexpr, FLAT: tl.constexpr, DROPS: tl.constexpr,
-    POOLED: tl.constexpr, STATS: tl.constexpr, TOGETHER: tl.constexpr,
+    POOLED: tl.constexpr, STATS: tl.constexpr, TOGETHER: tl.constexpr, ADDS: tl.constexpr,
 ):  # fmt: skip
     """`_gather` without strides, for windows of one size: GROUPS of four lines, FLAT values of a line each.
 
@@ -356,7 +363,7 @@ def _gather_lines(
     share the values that their windows have in common. DILATION: that of all windows, 0 if it is 1 or 2. TOGETHER: the
     values of the four lines and their accumulated gradients are loaded before the windows, not line by line after them.
     """
-    own = sources_ptr + tl.program_id(1) * 10
+    own = sources_ptr + tl.program_id(1) * 12
     begin, end = tl.load(own + 4), tl.load(own + 5)
     groups: tl.constexpr = (HEIGHT + 3) // 4
     g = tl.program_id(0) * GROUPS + tl.arange(0, GROUPS)
@@ -378,11 +385,10 @@ def _gather_lines(
         row = (image * HEIGHT + i) * WIDTH
         places = tl.load(own).to(tl.int64) * x_size + tl.load(own + 1) * C + (row * distance)[:, None]
         places += (j * distance + c)[None, :]
-        adds = tl.load(own + 8) > 0
-        y0, d0 = _at_line(x_ptr, dx_ptr, places, distance, g_ok, i, c_ok, adds, 0, HEIGHT, WIDTH)
-        y1, d1 = _at_line(x_ptr, dx_ptr, places, distance, g_ok, i, c_ok, adds, 1, HEIGHT, WIDTH)
-        y2, d2 = _at_line(x_ptr, dx_ptr, places, distance, g_ok, i, c_ok, adds, 2, HEIGHT, WIDTH)
-        y3, d3 = _at_line(x_ptr, dx_ptr, places, distance, g_ok, i, c_ok, adds, 3, HEIGHT, WIDTH)
+        y0, d0 = _at_line(x_ptr, dx_ptr, places, distance, g_ok, i, c_ok, 0, HEIGHT, WIDTH, ADDS)
+        y1, d1 = _at_line(x_ptr, dx_ptr, places, distance, g_ok, i, c_ok, 1, HEIGHT, WIDTH, ADDS)
+        y2, d2 = _at_line(x_ptr, dx_ptr, places, distance, g_ok, i, c_ok, 2, HEIGHT, WIDTH, ADDS)
+        y3, d3 = _at_line(x_ptr, dx_ptr, places, distance, g_ok, i, c_ok, 3, HEIGHT, WIDTH, ADDS)
     for number in range(begin, end):
         job = jobs_ptr + number * 5
         dilation, padding = tl.load(job + 1), tl.load(job + 2)
@@ -403,7 +409,7 @@ def _gather_lines(
             t0, t1, t2, t3 = _windows(
                 t0, t1, t2, t3, base, start, line, left, f_ok, weights, c_ok, last, straight, PITCH, C, SIZE, 2, False,
             )  # fmt: skip
-    source, place = tl.load(own + 3), tl.load(own + 9)
+    source, place = tl.load(own + 3), tl.load(own + 8)
     a = tl.load(coefficients_ptr + source * C + c, mask=c_ok, other=0.0)[None, :]
     b = tl.load(coefficients_ptr + (planes + source) * C + c, mask=c_ok, other=0.0)[None, :]
     sums = tl.zeros((GROUPS, FLAT), dtype=tl.float32)
@@ -412,8 +418,9 @@ def _gather_lines(
     rstd = tl.load(moments_ptr + (planes + source) * C + c, mask=c_ok, other=0.0)
     if TOGETHER:
         t0, t1, t2, t3 = _complete_lines(
-            t0, t1, t2, t3, y0, y1, y2, y3, d0, d1, d2, d3, own, places, row, image, i, j, c, g_ok, c_ok, a, b, dy_ptr,
-            pulled_ptr, dx_ptr, factors_ptr, winners_ptr, others_ptr, HEIGHT, WIDTH, samples, dy_size, C, DROPS, POOLED,
+            t0, t1, t2, t3, y0, y1, y2, y3, d0, d1, d2, d3, own, row, image, i, j, c, g_ok, c_ok, a, b, dy_ptr,
+            pulled_ptr, dx_ptr, factors_ptr, winners_ptr, others_ptr, HEIGHT, WIDTH, samples, x_size, dy_size, C, DROPS,
+            POOLED, ADDS,
         )  # fmt: skip
         if STATS:
             sums = (t0 + t1) + (t2 + t3)
@@ -427,7 +434,7 @@ def _gather_lines(
             total, y = _complete(
                 total, own, m, image[:, None], h, j[None, :], c[None, :], ok, a, b, x_ptr, dy_ptr, pulled_ptr, dx_ptr,
                 factors_ptr, winners_ptr, others_ptr, HEIGHT, WIDTH, HEIGHT, WIDTH, samples, x_size, dy_size, C, 1,
-                DROPS, POOLED, False,
+                DROPS, POOLED, False, ADDS,
             )  # fmt: skip
             if STATS:
                 sums += total

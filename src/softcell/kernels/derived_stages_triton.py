@@ -10,11 +10,11 @@ from dataclasses import replace
 import triton
 
 from softcell.kernels.backend import padded
-from softcell.kernels.derived import NONE, consumers
 from softcell.kernels.derived_forward_triton import _point_tiles, _stages
 from softcell.kernels.derived_gradient_triton import _lower, _lower_tiles
 from softcell.kernels.derived_layout_triton import MULTIPROCESSORS, Pass, at_most, by_size, points, side_for
 from softcell.kernels.derived_lines_triton import _pull_lines, _stage_lines
+from softcell.kernels.derived_program import NONE, consumers, nodes_read
 from softcell.kernels.schedule import Name
 
 
@@ -128,6 +128,17 @@ class Lowering(Pass):
         super().__init__(program, form, schedule)
         self.gradient = Name("buffer_gradient")
         self.given_gradient = self.gradient if program.stride == 1 else Name("given_gradient")
+        self.extra = nodes_read(program)
+
+    def gradient_view(self, plane):
+        """`view` of the complete gradient of a plane's value.
+
+        A node that a round reads has a separate map at the end of the buffer: gradients that arrive from outside may
+        still be read there, so nothing is added in place.
+        """
+        if plane in self.extra:
+            return self.units() + self.extra.index(plane), 0, 1
+        return self.view(plane)
 
     def _pull_fields(self, plane, column=0):
         """Where the gradient of a plane's value is read: at its node if it has one, otherwise where it was gathered."""
@@ -136,12 +147,18 @@ class Lowering(Pass):
         if place is None:
             return *self.view(plane), NONE, self.unit(plane), plane, column // self.columns_unit
         j, i = place
-        return *self.view(p.inputs + j), p.node_inputs[j][i].path, self.unit(plane), plane, column // self.columns_unit
+        return (
+            *self.gradient_view(p.inputs + j),
+            p.node_inputs[j][i].path,
+            self.unit(plane),
+            plane,
+            column // self.columns_unit,
+        )
 
-    def _lower_tiles(self, stages, lowered, dy, outside, x=None):
+    def _lower_tiles(self, stages, lowered, dy, outside, x=None, more=None):
         """Computes ∂y of stages and gradients of depthwise results; `outside` is the number of border pixels.
 
-        x: an input tensor, whose gradient is computed instead.
+        x: an input tensor, whose gradient is computed instead; more: is added to it.
         """
         b, c, fan_in, external = self.blocks, self.c, stages[0].fan_in, x is not None
         # With several blocks of channels, each of them would recompute ∂y.
@@ -163,12 +180,12 @@ class Lowering(Pass):
         programs = min(triton.cdiv(rows, b.lower_rows), max(1, MULTIPROCESSORS * b.tile_programs // len(jobs)))
         self.schedule.launch(
             _lower_tiles, (programs + triton.cdiv(outside, b.lower_rows), len(jobs)), g, y, self.parameters,
-            self._scales(), self.slopes, x or y, lowered.tensor, dy, self.schedule.table(jobs), rows, programs, self.n,
-            size=self._plane_size(y), planes=self.program.planes, HEIGHT=size[0], WIDTH=size[1], BORDER=lowered.border,
-            to_size=lowered.size, dy_size=rows * self.pitch, C=c, FAN_IN=fan_in,
+            self._scales(), self.slopes, x or y, more or y, lowered.tensor, dy, self.schedule.table(jobs), rows,
+            programs, self.n, size=self._plane_size(y), planes=self.program.planes, HEIGHT=size[0], WIDTH=size[1],
+            BORDER=lowered.border, to_size=lowered.size, dy_size=rows * self.pitch, C=c, FAN_IN=fan_in,
             PITCH=fan_in if external else self.pitch, DY_PITCH=self.pitch, EXTERNAL=external, WEIGHTS=self.weights_unit,
             BLOCK_M=b.lower_rows, BLOCK_N=padded(c), BLOCK_K=block_k, STAGES=b.tile_stages, PULLED=pulled,
-            ALIGNED=aligned, DROPS=drops, PRECISION=self.precision, num_warps=b.lower_warps,
+            ALIGNED=aligned, DROPS=drops, ADDS=more is not None, PRECISION=self.precision, num_warps=b.lower_warps,
             **at_most(b.tile_registers),
         )  # fmt: skip
 
@@ -187,17 +204,17 @@ class Lowering(Pass):
         )  # fmt: skip
         self.schedule.launch(
             _lower, (triton.cdiv(self.rows, block) + triton.cdiv(outside, block), len(jobs)), self.gradient,
-            self.buffer, self.parameters, self._scales(), self.slopes, lowered.tensor, lowered.tensor, dy,
+            self.buffer, self.parameters, self._scales(), self.slopes, *(lowered.tensor,) * 3, dy,
             self.schedule.table(jobs), self.rows, size=self.rows * c, planes=p.planes, HEIGHT=0, WIDTH=0,
             OUT_HEIGHT=self.out_height, OUT_WIDTH=self.out_width, BORDER=border, to_size=lowered.size,
             dy_size=self.rows * self.pitch, C=c, FAN_IN=c, PITCH=self.pitch, DY_PITCH=self.pitch,
             WEIGHTS=self.weights_unit, COLUMNS=self.columns_unit, STRIDE=1, BLOCK_M=block, BLOCK_K=block_k,
-            EXTERNAL=False, PRECISION=self.precision, num_warps=self.blocks.lower_warps, **apart,
+            EXTERNAL=False, ADDS=False, PRECISION=self.precision, num_warps=self.blocks.lower_warps, **apart,
             **at_most(self.blocks.lower_registers), **self._drops(),
         )  # fmt: skip
 
-    def _lower_input(self, number, stages, to, dy):
-        """Computes ∂y of stages, and the gradient of the input tensor that they read."""
+    def _lower_input(self, number, stages, to, dy, more=None):
+        """Computes ∂y of stages, and the gradient of the input tensor that they read, plus `more`."""
         p, c, shape, stride = self.program, self.c, self.form.shapes[number], stages[0].stride
         block_k = min(self.blocks.lower_columns, padded(stages[0].fan_in))
         jobs = tuple(
@@ -210,11 +227,11 @@ class Lowering(Pass):
         apart = self._pull_dense(stages, self.given_gradient, self.given, dy, (self.height, self.width), False)
         self.schedule.launch(
             _lower, (triton.cdiv(self.rows_in, block), len(jobs)), self.given_gradient, self.given, self.parameters,
-            self._scales(), self.slopes, self.inputs[number], to, dy, self.schedule.table(jobs), self.rows_in,
-            self.height * self.width, self.n, self._plane_size(self.given), p.planes, shape[1], shape[2],
+            self._scales(), self.slopes, self.inputs[number], more or to, to, dy, self.schedule.table(jobs),
+            self.rows_in, self.height * self.width, self.n, self._plane_size(self.given), p.planes, shape[1], shape[2],
             self.height, self.width, 0, 0, self.rows_in * self.pitch, C=c, FAN_IN=fan_in, PITCH=fan_in,
             DY_PITCH=self.pitch, WEIGHTS=self.weights_unit, COLUMNS=self.columns_unit, STRIDE=stride, BLOCK_M=block,
-            BLOCK_K=block_k, DROPS=False, EXTERNAL=True, PRECISION=self.precision,
+            BLOCK_K=block_k, DROPS=False, EXTERNAL=True, ADDS=more is not None, PRECISION=self.precision,
             num_warps=self.blocks.lower_warps, **apart, **at_most(self.blocks.lower_registers),
         )  # fmt: skip
 

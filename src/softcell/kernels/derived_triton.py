@@ -8,7 +8,6 @@ from contextlib import nullcontext
 import torch
 import triton
 
-from softcell.kernels.derived import NONE
 from softcell.kernels.derived_forward_triton import _add_up, _pools, _start
 from softcell.kernels.derived_gradient_triton import _gather, _pulls
 from softcell.kernels.derived_layout_triton import (
@@ -19,6 +18,7 @@ from softcell.kernels.derived_layout_triton import (
     overridden,
 )
 from softcell.kernels.derived_lines_triton import _gather_lines
+from softcell.kernels.derived_program import NONE
 from softcell.kernels.derived_stages_triton import Lowering, Stages
 from softcell.kernels.derived_sums_triton import _known_moments, arrival_sums, finish_slopes, measure
 from softcell.kernels.derived_weights_triton import WeightGradients
@@ -241,9 +241,10 @@ class Backward(Lowering):
             for j, node_inputs in enumerate(p.node_inputs):
                 for a in node_inputs:
                     if a.plane == source and (source < p.inputs or p.is_node(source)):
-                        others.append((*self.view(p.inputs + j), a.path, 0, -2))
+                        others.append((*self.gradient_view(p.inputs + j), a.path, 0, -2))
             others += [(0, 0, 0, 0, number, q.slot) for number, q in enumerate(pools) if q.source == source]
-            own.append((*self.view(source), source, begin, len(jobs), other, len(others), int(adds), i))
+            fields = (source, begin, len(jobs), other, len(others), i)
+            own.append((*self.view(source), *fields, *self.gradient_view(source)))
         first = sources[0] < p.inputs
         height, width, rows = (
             (self.height, self.width, self.rows_in) if first else (self.out_height, self.out_width, self.rows)
@@ -271,6 +272,7 @@ class Backward(Lowering):
         common = {"C": c, "PITCH": self.pitch, "SIZE": size, "DROPS": self.form.drops, "POOLED": bool(pools)}
         common |= {
             "STATS": partial is not None,
+            "ADDS": adds,
             "TOGETHER": bool(self.blocks.gather_together and (self.blocks.lines_together or not by_lines)),
             "num_warps": self.blocks.gather_warps,
         }
@@ -318,12 +320,15 @@ class Backward(Lowering):
         for number, x in enumerate(self.inputs):
             stages = tuple(s for s in p.preprocess if s.source == -1 - number)
             size = math.prod(self.form.shapes[number])
-            to = self.schedule.new(f"input{number}_gradient", size, self.dtype, zeroed=stages[0].stride != 1)
+            last = number + 1 == p.inputs
+            room = max(size, self.form.room) if last else size
+            to = self.schedule.new(f"input{number}_gradient", room, self.dtype, zeroed=stages[0].stride != 1)
+            more = Name("passed") if last and self.form.passed else None
             dy = self.temporary(len(stages) * self.rows_in * self.pitch, self.dtype)
             if self.blocks.input_tiles and self.tiles_fit(stages) and stages[0].padding == 0:
-                self._lower_tiles(stages, Lowered(to, size, 0), dy, 0, x)
+                self._lower_tiles(stages, Lowered(to, size, 0), dy, 0, x, more)
             else:
-                self._lower_input(number, stages, to, dy)
+                self._lower_input(number, stages, to, dy, more)
             with self.beside():
                 self.weights.add(stages, self._external(number), dy, (self.height, self.width), self.rows_in)
             self.schedule.free(dy)
@@ -341,8 +346,8 @@ def forward_schedule(program, form, device):
 def backward_schedule(program, form, device):
     """The schedule of a backward pass.
 
-    Inputs: inputs and outputs of the forward pass, buffer_gradient and given_gradient. Outputs: parameter_gradient,
-    input0_gradient….
+    Inputs: inputs and outputs of the forward pass, buffer_gradient and given_gradient, and passed if the form says so.
+    Outputs: parameter_gradient, input0_gradient….
     """
     return _scheduled(Backward, program, form, device, overridden())
 
@@ -357,6 +362,7 @@ def _scheduled(kind, program, form, device, _):
         "buffer",
         "depthwise",
         "given_gradient",
+        "passed",
         "buffer_gradient",
         *(f"input{i}" for i in range(program.inputs)),
     )

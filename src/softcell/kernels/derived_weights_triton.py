@@ -12,8 +12,8 @@ import triton
 import triton.language as tl
 
 from softcell.kernels.backend import padded
-from softcell.kernels.derived import NONE
 from softcell.kernels.derived_layout_triton import MULTIPROCESSORS, by_size, points, side_for
+from softcell.kernels.derived_program import NONE
 
 
 @triton.jit(do_not_specialize=["rows", "rows_each"])
@@ -248,6 +248,15 @@ def fitting(blocks, block_n, block_k, itemsize, num_stages):
     return MULTIPROCESSORS * max(1, each)
 
 
+def splits_at_once(splits):
+    """Partial sums that a program of `_sum_splits` adds at a time: 8 to 64, so that at least half of a load is used.
+
+    With 64 where there were 17 splits, most of a load was masked and seven times as many programs ran; with 8 where
+    there are 256, loads wait for each other (benchmarks/NOTES.md, rows 20 and 21).
+    """
+    return min(64, max(8, 1 << (splits.bit_length() - 1)))
+
+
 class WeightSums(NamedTuple):
     """Partial sums of weight gradients of a group of stages, [splits, length] from `start`; `at`: those of a stage."""
 
@@ -365,8 +374,10 @@ class WeightGradients:
 
     def finish(self, to):
         """Reduces partial sums to the gradients of matrices and depthwise kernels, written to `to`."""
-        run, c, block = self.run, self.run.c, self.run.blocks.splits_block
-        adding, deep = [], []
+        run, c, adding, deep = self.run, self.run.c, [], []
+        block = run.blocks.splits_block or 2048 // splits_at_once(
+            max((p.splits for p in self.plans.values()), default=1)
+        )
         for group, plan in self.plans.items():
             for s, at in zip(group, plan.at, strict=True):
                 length = s.taps * s.width * s.fan_in

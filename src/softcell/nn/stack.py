@@ -197,7 +197,9 @@ class _Flat(torch.autograd.Function):
             parts = torch.split(gradient.to(weights[0].dtype), [w.numel() for w in weights])
             shaped = (part.view(w.permute(0, 2, 3, 1).shape) for part, w in zip(parts, weights, strict=True))
             return None, *(part.permute(0, 3, 1, 2) for part in shaped)
-        return None, *owned(gradient.contiguous(), weights)
+        if gradient.dtype == weights[0].dtype:
+            return None, *parts_of(gradient.contiguous(), weights)
+        return None, *owned(gradient, weights)
 
 
 _ALIGNED = 8

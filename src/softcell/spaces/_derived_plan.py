@@ -6,26 +6,15 @@ These classes own no parameters: weights and running statistics stay in the modu
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from softcell.kernels.backend import compute_type, triton_kernels
-from softcell.kernels.derived import (
-    NONE,
-    Derived,
-    Form,
-    NodeInput,
-    Norm,
-    Pooling,
-    Round,
-    Stage,
-    derived_cell,
-    derived_nodes,
-    interned,
-)
+from softcell.kernels.derived import derived_cell, derived_nodes
+from softcell.kernels.derived_program import NONE, Derived, Form, NodeInput, Norm, Pooling, Round, Stage, interned
 from softcell.kernels.schedule import Schedule
 from softcell.kernels.shared import shares_norms
 from softcell.nn.conv import DilatedConv, FactorisedReduction, ReLUConvBN, SeparableConv
@@ -94,10 +83,11 @@ class DerivedCell:
         *,
         training: bool,
         apart: bool = False,
+        passes: bool = False,
     ) -> list[Schedule]:
         """The launches of a training step, or of a pass in evaluation mode, for inputs [n, c_i, h_i, w_i].
 
-        apart: nodes are returned separately, by `DerivedPass.run_nodes`.
+        apart: nodes are returned separately, by `DerivedPass.run_nodes`; passes: as in `DerivedPass.run`.
         """
         kernels, program = triton_kernels("derived"), self.program
         rows_last = tuple((n, height, width, c) for n, c, height, width in shapes)
@@ -106,7 +96,12 @@ class DerivedCell:
         known = not training and bool(self.norms)
         form = Form.of(dtype, rows_last, size, known=known, drops=drops, shared=shares_norms(), apart=apart)
         found = [kernels.forward_schedule(program, form, device)]
-        return [*found, kernels.backward_schedule(program, form, device)] if training else found
+        if not training:
+            return found
+        return [
+            *found,
+            kernels.backward_schedule(program, replace(form, passed=passes and program.adds_passed), device),
+        ]
 
 
 class Fused(Protocol):
@@ -145,17 +140,28 @@ class DerivedPass:
         """Drop-path's factors [paths, n] of a cell; None: nothing is dropped."""
         return self._factors.get(id(cell))
 
-    def run(self, cell: DerivedCell, states: Sequence[Tensor], readers: int = 1) -> list[Tensor]:
+    def run(
+        self, cell: DerivedCell, states: Sequence[Tensor], readers: int = 1, *, passes: bool = False
+    ) -> list[Tensor]:
         """Maps the cell's input tensors [n, c_i, h_i, w_i], not preprocessed, to its concatenated nodes.
 
-        readers: how often they are returned (`derived_cell`).
+        readers: how often they are returned; passes: so is the last input tensor, for its later readers
+        (`derived_cell`).
         """
         dtype = compute_type(states[-1])
         with torch.autocast(states[-1].device.type, enabled=False):
             parameters, running, shared = self._given(cell, states[-1], dtype)
             factors = self.factors_of(cell)
             *found, moments = derived_cell(
-                cell.program, dtype, parameters, running, factors, *states, shared=shared, readers=readers
+                cell.program,
+                dtype,
+                parameters,
+                running,
+                factors,
+                *states,
+                shared=shared,
+                readers=readers,
+                passes=passes,
             )
         self._note(cell, moments, found[0].numel() <= found[0].shape[1] and not shared, found[0].shape)
         return found

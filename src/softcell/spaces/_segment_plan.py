@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from softcell.kernels.derived import NONE
+from softcell.kernels.derived_program import NONE
 from softcell.kernels.norm import scaled
 from softcell.kernels.schedule import Schedule
 from softcell.nn.calibrate import Calibration, calibrated, run_calibrations

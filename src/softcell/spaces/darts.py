@@ -13,6 +13,7 @@ batch-norm after pools; `vanished="zeros"` with `pool_norm=True` builds their ne
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
@@ -353,7 +354,8 @@ class DartsNetwork(Network):
     def _trace(self, x: Tensor) -> tuple[list[Tensor], Tensor]:
         older, newer = self.stem(x)
         stages: list[Tensor] = []
-        later = middle = newer  # what the cell after the next one reads, and the tower
+        middle = newer  # what the tower reads
+        later = [newer] * self._later_readers(-1)
         fused = [self._fused(i) if plan_network(newer) else None for i in range(len(self.plans))]
         forms = [cell for cell in fused if cell is not None]
         shared = DerivedPass(forms, newer)
@@ -361,13 +363,33 @@ class DartsNetwork(Network):
             for i, plan in enumerate(self.plans):
                 if plan.reduces:
                     stages.append(newer)
-                given = iter(self._run_cell(i, fused[i], shared, older, newer))
-                older, newer = later, next(given)
-                later = next(given) if i + 2 < len(self.plans) else newer
-                if i == self._tower_after:
-                    middle = newer if self.auxiliary is None else next(given)
+                own = 0 if self._passes(i + 1, fused) else self._later_readers(i)
+                found = self._run_cell(i, fused, shared, older, newer, 1 + own)
+                if self._passes(i, fused):
+                    later = [found.pop()] * self._later_readers(i - 1)
+                if i - 1 == self._tower_after and self.auxiliary is not None:
+                    middle = later[-1]
+                older = later[0] if later else newer
+                newer, *later = found
         shared.finish()
+        if self._tower_after + 1 == len(self.plans):
+            middle = later[-1] if later else newer
         return [*stages, newer], middle
+
+    def _later_readers(self, number: int) -> int:
+        """Readers of a cell's output (-1: the stem's) besides the next cell or the classifier.
+
+        The cell after the next one, then the tower.
+        """
+        has_tower = self.auxiliary is not None and number == self._tower_after
+        return (number + 2 < len(self.plans)) + has_tower
+
+    def _passes(self, number: int, fused: Sequence[DerivedCell | SegmentedCell | None]) -> bool:
+        """Whether a cell passes its newer input on to later readers, so that the cell adds their gradients to its own.
+
+        Autograd would add them by a launch of its own.
+        """
+        return number < len(fused) and isinstance(fused[number], DerivedCell) and self._later_readers(number - 1) > 0
 
     def schedules(self, batch: int, dtype: torch.dtype, *, training: bool) -> list[Schedule]:
         """The launches of fused cells for a batch of images, so that kernels can be compiled before the first step."""
@@ -376,9 +398,12 @@ class DartsNetwork(Network):
             stem = copy.deepcopy(self.stem).to("meta")
             older, newer = (tuple(x.shape) for x in stem(torch.empty(batch, *self.shape)))
         found: list[Schedule] = []
-        for i, plan in enumerate(self.plans):
-            fused = self._fused(i)
-            if fused is not None:
+        forms = [self._fused(i) for i in range(len(self.plans))]
+        for i, (plan, fused) in enumerate(zip(self.plans, forms, strict=True)):
+            if isinstance(fused, DerivedCell):
+                passes = self._passes(i, forms)
+                found += fused.schedules((older, newer), dtype, device, training=training, passes=passes)
+            elif fused is not None:
                 found += fused.schedules((older, newer), dtype, device, training=training)
             stride = 2 if plan.reduces else 1
             size = (-(-length // stride) for length in newer[2:])
@@ -394,16 +419,21 @@ class DartsNetwork(Network):
         return cell.fused((pre.older, pre.newer), plan.width, 2 if plan.reduces else 1)
 
     def _run_cell(
-        self, number: int, fused: DerivedCell | SegmentedCell | None, shared: DerivedPass, older: Tensor, newer: Tensor
+        self,
+        number: int,
+        forms: Sequence[DerivedCell | SegmentedCell | None],
+        shared: DerivedPass,
+        older: Tensor,
+        newer: Tensor,
+        readers: int,
     ) -> list[Tensor]:
         """The concatenated output of one cell, [n, c, h, w], once for each of its readers.
 
-        They are the next cell or the classifier, then the cell after it, then the tower.
+        They are the next cell or the classifier, then the cell after it, then the tower. A cell that `_passes` its
+        newer input on returns that as the last one.
         """
-        plan = self.plans[number]
+        plan, fused, passes = self.plans[number], forms[number], self._passes(number, forms)
         outputs = self._outputs[plan.table]
-        has_tower = self.auxiliary is not None and number == self._tower_after
-        readers = 1 + (number + 2 < len(self.plans)) + has_tower
         if fused is None:
             nodes = self.cells[number](self.pre[number](older, newer))
             return [torch.cat([dense_gradient(nodes[n]) for n in outputs], dim=1)] * readers
@@ -411,7 +441,7 @@ class DartsNetwork(Network):
             return concatenated(fused.run(shared, (older, newer), outputs), readers)
         # The program concatenates all inner nodes. A genotype may name fewer of them, or another order.
         if outputs == tuple(range(INPUTS, INPUTS + fused.program.nodes)):
-            return shared.run(fused, (older, newer), readers)
-        [out] = shared.run(fused, (older, newer))
+            return shared.run(fused, (older, newer), readers, passes=passes)
+        out, *passed = shared.run(fused, (older, newer), passes=passes)
         parts = torch.split(out, plan.width, dim=1)
-        return concatenated([parts[n - INPUTS] for n in outputs], readers)
+        return [*concatenated([parts[n - INPUTS] for n in outputs], readers), *passed]
