@@ -40,7 +40,7 @@ from softcell.nn.norm import running_statistics
 from softcell.nn.objective import ProxyNCA
 from softcell.settings import MAX_EPOCHS
 from softcell.spaces import Network
-from softcell.spaces.execution import can_fuse, fused_networks, is_modules_only
+from softcell.spaces.execution import NO_TRITON, can_fuse, fused_networks, is_modules_only
 from softcell.text import clock
 
 FEWEST_EPOCHS = 5
@@ -88,8 +88,7 @@ class TrainTask:
         self.optimiser = _optimiser(recipe, [network] if criterion is None else [network, criterion], world)
         self._average = AveragedWeights(network, recipe.ema) if recipe.ema else None
         self._tally = Tally(world.device)
-        if recipe.fused and (reason := why_unfused(recipe, network, world)) is not None:
-            notify(f"fused=true {reason}")
+        warn_if_unfused(recipe, network, world, notify)
         self._cells: Callable[[], AbstractContextManager[None]] = fused_networks if recipe.fused else nullcontext
         learn = in_precision(self._learn, recipe.precision, world.device)
         self._run = prepare_step(learn, recipe.engine, world, notify, divides=recipe.norms == "local")
@@ -324,24 +323,19 @@ def learning_rate(recipe: TrainRecipe, epoch: int) -> float:
     return rate_at(epoch, r.epochs, r.lr, r.lr_min, r.schedule, warmup=warmup, factor=r.lr_decay, every=r.lr_every)
 
 
-def why_unfused(recipe: TrainRecipe, network: Network | Classifier, world: World) -> str | None:
-    """What to say where `fused` has no effect on a training run, or on some cells only; None: all cells are fused."""
+def warn_if_unfused(
+    recipe: TrainRecipe, network: Network | Classifier, world: World, notify: Callable[[str], None]
+) -> None:
+    """Warns where cells could be fused on this GPU and only Triton is missing, or where only some cells are fused."""
+    if not recipe.fused or recipe.precision == "float64" or world.device.type != "cuda":
+        return
     cells = network.has_fused_cells() if isinstance(network, Network) else []
-    if not cells:
-        reason = "cells of this space have no fused form"
-    elif world.device.type != "cuda":
-        reason = "cells are fused on a GPU only"
-    elif recipe.precision == "float64":
-        reason = "fused cells compute in float32 or bfloat16, not in float64"
-    elif not can_fuse():
-        reason = "Triton is not installed (`pip install triton`, on Linux)"
-    elif not any(cells):
-        return "fuses no cell: none of this network has a fused form"
+    if not any(cells):
+        return
+    if not can_fuse():
+        notify(NO_TRITON)
     elif not all(cells):
-        return f"has no effect on {cells.count(False)} of {len(cells)} cells, which have no fused form"
-    else:
-        return None
-    return f"has no effect: {reason}"
+        notify(f"{cells.count(False)} of {len(cells)} cells have no fused form and run module by module")
 
 
 def rehearse(network: Network, batch: int, held: int | None, precision: str, device: torch.device) -> None:
