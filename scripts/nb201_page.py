@@ -106,9 +106,9 @@ PROTOCOL = """\
 **How to read the columns**
 
 - *Random, same time* is the result of random search after the same number of device seconds, in which it trains the
-  number of cells in parentheses, each for 10 epochs; ≥ means that random search ended earlier. It trains cells module
-  by module; with fused kernels, which [train these networks twice as fast](learn.md#speed), it would see about twice
-  as many.
+  number of cells in parentheses, each for 10 epochs; ≥ means that random search ended earlier. These runs trained
+  cells module by module. Since then random search and evolution use fused kernels as the other methods do, which
+  [train these networks twice as fast](learn.md#speed): in the same time they would see about twice as many cells.
 - *Best of N random cells* is exact and comes from the table: N cells, each trained for 200 epochs, of which the best by
   CIFAR-10 validation accuracy is kept. The time to train them is not counted.
 - *Tau* is Kendall's tau between a method's indicator and the accuracies of the cells, averaged over edges and seeds.

@@ -15,7 +15,6 @@ import pytest
 import torch
 
 from softcell.arch import notation, sample
-from softcell.evaluate.task import rehearse
 from softcell.kernels import local, warm_up
 from softcell.kernels.backend import cell_settings, has_triton, triton_kernels
 from softcell.kernels.warm_up import (
@@ -29,6 +28,7 @@ from softcell.kernels.warm_up import (
 from softcell.spaces import build_space
 from softcell.spaces.darts import DartsNetwork
 from softcell.spaces.execution import fused_networks
+from softcell.spaces.training import rehearse
 from tests.helpers.kernel_runs import INTERPRETED
 from tests.helpers.no_device import HOPPER, all_kernels, take_for_gpu
 from tests.reference.published_genotypes import DARTS_V2

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +14,12 @@ from softcell.data import load
 from softcell.data.batches import Feeds
 from softcell.engine.distributed import World
 from softcell.evaluate import TrainRecipe, resolve
-from softcell.evaluate import task as module
-from softcell.evaluate.task import TrainTask, warn_if_unfused
+from softcell.evaluate.task import TrainTask
 from softcell.spaces import Network, build_space
-from tests.helpers.search_toys import ALONE, TINY, training, write_data
+from softcell.spaces import training as module
+from softcell.spaces.training import warn_if_unfused
+from tests.helpers.search_toys import ALONE, TINY, write_data
+from tests.helpers.search_toys import training as settings_of
 
 GPU = World(0, 1, 0, torch.device("cuda"))
 
@@ -33,9 +34,9 @@ def triton(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "can_fuse", lambda: True)
 
 
-def said(network: Network, world: World = GPU, **settings: Any) -> list[str]:
+def said(network: Network, world: World = GPU, precision: str = "bfloat16") -> list[str]:
     notes: list[str] = []
-    warn_if_unfused(replace(TrainRecipe(), **settings), network, world, notes.append)
+    warn_if_unfused(network, precision, world, notes.append)
     return notes
 
 
@@ -65,7 +66,7 @@ def test_a_gpu_without_triton_says_how_to_install_it(monkeypatch: pytest.MonkeyP
     network = network_of("darts")
     (text,) = said(network)
     assert "pip install triton" in text
-    assert said(network, ALONE) == [] and said(network, fused=False) == [] and said(network, precision="float64") == []
+    assert said(network, ALONE) == [] and said(network, precision="float64") == []
     assert said(network_of("proxyless")) == [], "no cell here has a fused form"
 
 
@@ -87,5 +88,5 @@ def test_a_training_run_on_a_cpu_does_not_mention_it(tmp_path: Path) -> None:
 
 
 def chosen(folder: Path) -> dict[str, Any]:
-    given = training("darts", folder / "data.npz", epochs=1)
+    given = settings_of("darts", folder / "data.npz", epochs=1)
     return {key: value for key, value in given.items() if key not in ("in", "genotype")}
