@@ -65,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def run_part(part: str, options: argparse.Namespace) -> bool:
-    """Runs `benchmarks.PART` in a process of its own, which frees all memory at its end; whether it succeeded."""
+    """Runs `benchmarks.PART` in a separate process, which frees all memory at its end; whether it succeeded."""
     given = ["--device", options.device, "--threads", str(options.threads)]
     if options.out is not None:
         given += ["--out", str(options.out.with_stem(f"{options.out.stem}-{part}"))]
