@@ -130,6 +130,17 @@ def test_steps_with_missing_gradients_change_only_the_others() -> None:
         torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.skipif(not RUNS, reason="needs a GPU, or TRITON_INTERPRET=1 with Triton")
+def test_a_graph_from_before_a_step_is_not_differentiated() -> None:
+    """Weights of the graph have changed: its gradients would be wrong."""
+    parameters = made(5)
+    loss = parameters[0].square().sum()
+    given = drawn(parameters, 0)
+    apply_gradients(optimiser(parameters, nesterov=False, at_once=True), parameters, given, WORLD, 2.0, averaged=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.grad(loss, parameters[0])
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(DEVICE.type != "cuda" or not has_triton(), reason="needs a CUDA device with Triton")
 def test_a_step_can_be_captured() -> None:

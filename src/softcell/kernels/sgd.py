@@ -61,6 +61,8 @@ def sgd_step(
     vector = torch.cat(runs) if len(runs) > 1 else runs[0]
     found.await_copy()
     triton_kernels("sgd").sgd_step(vector, found.tensor, lr, *given)
+    # As operations of torch do: a graph from before the step must fail, since its weights are others now.
+    torch.autograd.graph.increment_version([*parameters, *momenta])
 
 
 def sgd_step_reference(
