@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import os
+from typing import Any
 
 import pytest
 import torch
@@ -139,6 +140,39 @@ def test_a_graph_from_before_a_step_is_not_differentiated() -> None:
     apply_gradients(optimiser(parameters, nesterov=False, at_once=True), parameters, given, WORLD, 2.0, averaged=True)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         torch.autograd.grad(loss, parameters[0])
+
+
+class Own(torch.optim.SGD):
+    """An optimiser with a step of its own."""
+
+    calls: list[int]
+
+    def step(self, closure: Any = None) -> Any:
+        self.calls.append(1)
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("kind", ["subclass", "hook", "rate elsewhere"])
+def test_optimisers_that_do_more_make_their_own_step(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("softcell.engine.optim.runs_triton", lambda x: True)
+    calls: list[int] = []
+    monkeypatch.setattr("softcell.engine.optim.sgd_step", lambda *given, **rule: calls.append(0))
+    parameters = made(6)
+    given = [g.clone() for g in drawn(parameters, 0)]
+    kept = optimiser(parameters, nesterov=False, at_once=True)
+    apply_gradients(kept, parameters, given, WORLD, 2.0, averaged=True)
+    assert calls == [0]
+    if kind == "subclass":
+        kept = own = Own(parameters, lr=torch.tensor(0.1, device=DEVICE), momentum=0.9, foreach=False)
+        fill_momenta(own)
+        own.calls = calls
+    elif kind == "hook":
+        kept.register_step_post_hook(lambda *given: calls.append(1))
+    else:
+        kept.param_groups[0]["lr"] = torch.tensor(0.1, device="meta")
+        monkeypatch.setattr(kept, "step", lambda: calls.append(1))
+    apply_gradients(kept, parameters, given, WORLD, 2.0, averaged=True)
+    assert calls == [0, 1]
 
 
 @pytest.mark.gpu
