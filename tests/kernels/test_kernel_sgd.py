@@ -197,6 +197,19 @@ def test_a_step_can_be_captured() -> None:
         torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.skipif(not RUNS, reason="needs a GPU, or TRITON_INTERPRET=1 with Triton")
+def test_tables_used_last_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A capture must find the table of the eager step before, whatever other runs do in between."""
+    monkeypatch.setattr(sgd, "ROOM", 3)
+    monkeypatch.setattr(sgd, "_tables", {})
+    lists = [[torch.zeros(2, device=DEVICE)] for _ in range(4)]
+    first = sgd._table(lists[0], lists[0])
+    for other in lists[1:]:
+        sgd._table(other, other)
+        assert sgd._table(lists[0], lists[0]) is first
+    assert len(sgd._tables) == 3
+
+
 def test_parts_of_a_buffer_that_follow_each_other_are_one_vector() -> None:
     buffer = torch.arange(12.0)
     own = torch.full((2, 2), -1.0)
