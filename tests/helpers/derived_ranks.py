@@ -90,10 +90,10 @@ def twins_on_rank(world: distributed.World, folder: Path) -> dict[str, Any]:
     ran = 0
     original = _derived_plan.DerivedPass.run
 
-    def counted(own: Any, *arguments: Any) -> Tensor:
+    def counted(own: Any, *arguments: Any, **options: Any) -> list[Tensor]:
         nonlocal ran
         ran += 1
-        return original(own, *arguments)
+        return original(own, *arguments, **options)
 
     _derived_plan.DerivedPass.run = counted  # type: ignore[method-assign]
     with Counted() as together:
