@@ -182,6 +182,12 @@ class _Indicator:
         found: tuple[Tensor, ...] = self._counter.as_kernel("indicate", launches, self._forward)(x, laid, form, keeps)
         return found
 
+    def forward_again(
+        self, x: Tensor, laid: indicator.Laid, form: indicator.Form, attention: Tensor
+    ) -> tuple[Tensor, ...]:
+        self._counter.found["indicate"] += 1
+        return self._unread(attention.new_empty(attention.shape[0], *x.shape[1:], dtype=x.dtype), attention)
+
     def backward(self, x: Tensor, laid: indicator.Laid, form: indicator.Form, *more: Any) -> Any:
         # Three kernels and a sum; for whole maps one more kernel, two products and two copies.
         launches = 9 if form.is_flat(x) else 4
@@ -189,13 +195,11 @@ class _Indicator:
 
     def _forward(self, x: Tensor, laid: indicator.Laid, form: indicator.Form, keeps: bool) -> tuple[Tensor, ...]:
         out, attention = indicator.indicate_reference(x, laid, form)
-        return (
-            out,
-            attention,
-            torch.empty_like(out),
-            torch.empty_like(out),
-            attention.new_empty(2, *attention.shape[:2]),
-        )
+        return out, attention, *self._unread(out, attention)
+
+    def _unread(self, out: Tensor, attention: Tensor) -> tuple[Tensor, ...]:
+        """What the forward pass keeps, and the twin does not read."""
+        return torch.empty_like(out), torch.empty_like(out), attention.new_empty(2, *attention.shape[:2])
 
     def _backward(
         self, x: Tensor, laid: indicator.Laid, form: indicator.Form, attention: Tensor, *kept: Tensor | None

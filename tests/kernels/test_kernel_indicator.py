@@ -5,6 +5,7 @@ TRITON_INTERPRET=1 pytest tests/kernels/test_kernel_indicator.py
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import pytest
@@ -231,18 +232,23 @@ def ensemble_of(sizes: tuple[int, ...], **settings: Any) -> tuple[LiteEnsemble, 
 
 
 @pytest.mark.parametrize("again", [False, True], ids=["plain", "with create_graph"])
+@pytest.mark.parametrize("recomputes", [False, True])
 @pytest.mark.parametrize(("token_norm", "pool"), [(True, 4), (False, 4), (False, None)])
-def test_gradients_in_one_piece_are_those_of_separate_fields(again: bool, token_norm: bool, pool: int | None) -> None:
+def test_gradients_in_one_piece_are_those_of_separate_fields(
+    again: bool, recomputes: bool, token_norm: bool, pool: int | None
+) -> None:
     sizes = (2, 1, 1)
     ensemble, modules = ensemble_of(sizes, token_norm=token_norm, pool=pool)
     maps = [[torch.randn(2, 4, 8, 8, device=DEVICE).requires_grad_() for _ in range(4 * size)] for size in sizes]
     wanted = [x for own in maps for x in own] + [p for module in modules for p in module.parameters()]
-    assert ensemble.runs_whole(maps[0])
+    assert ensemble.run_whole(maps[0])
     found = []
     for whole in (True, False):
         laid = ensemble.lay_whole(torch.float32) if whole else [(own, None) for own in ensemble.lay(torch.float32)]
         assert all((own is not None) is whole for _, own in laid)
-        answers = [ensemble(*one, maps[i], own) for i, (*one, own) in enumerate(laid[:2])]  # the last one does not run
+        answers = [  # the last group does not run
+            ensemble(own, maps[i], one, recomputes and one is not None) for i, (own, one) in enumerate(laid[:2])
+        ]
         loss = sum(y.square().sum() + (row**3).sum() for y, row in answers)
         first = torch.autograd.grad(loss, wanted, create_graph=again, materialize_grads=True)
         bend = sum(part.square().sum() for part in first) if again else None
@@ -251,6 +257,32 @@ def test_gradients_in_one_piece_are_those_of_separate_fields(again: bool, token_
     for mine, theirs in zip(*found, strict=True):
         scale = (1e-3 if again else 1e-5) * float(theirs.detach().abs().max())  # second derivatives cancel
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=scale + 1e-6)
+
+
+@pytest.mark.parametrize("token_norm", [True, False])
+def test_maps_that_are_combined_again_give_the_same_bits_and_are_kept_alone(token_norm: bool) -> None:
+    pool = 4 if token_norm else None
+    ensemble, modules = ensemble_of((2,), token_norm=token_norm, pool=pool)
+    maps = [torch.randn(2, 4, 8, 8, device=DEVICE).requires_grad_() for _ in range(8)]
+    found = []
+    for again in (False, True):
+        ((laid, whole),) = ensemble.lay_whole(torch.float32)
+        assert whole is not None
+        known, extra = {x.data_ptr() for x in (*maps, *laid, whole)}, list[int]()
+
+        def pack(
+            x: Tensor, known: Collection[int] = frozenset(known), extra: list[int] = extra
+        ) -> Tensor:  # bound now: the loop replaces both
+            extra += [x.numel()] if x.data_ptr() not in known else []
+            return x
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+            output, attention = ensemble(laid, maps, whole, again)
+        assert (sum(extra) == attention.numel()) is again, "the attention alone is kept"
+        loss = output.square().sum() + (attention**3).sum()
+        wanted = [*maps, *(p for module in modules for p in module.parameters())]
+        found.append([output, attention, *torch.autograd.grad(loss, wanted)])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
 @pytest.mark.parametrize(

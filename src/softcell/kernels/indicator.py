@@ -114,6 +114,14 @@ def indicate(x: Tensor, laid: Laid, form: Form, whole: Tensor | None = None) -> 
     return indicate_reference(x, laid if whole is None else _unpacked(whole, laid), form)
 
 
+def indicate_again(maps: Sequence[Tensor], laid: Laid, form: Form, whole: Tensor | None) -> tuple[Tensor, Tensor]:
+    """`indicate` of separate maps [n, h, w, c], of which only they and the attention are kept, for `runs_kernels`.
+
+    The backward pass stacks and combines the maps again, which needs no logits and stores no output.
+    """
+    return _IndicateAgain.apply(form, whole, *laid, *maps)  # type: ignore[no-any-return, no-untyped-call]
+
+
 def _unpacked(whole: Tensor, like: Laid) -> Laid:
     """The reverse of `vector`, in the shapes and dtypes of `like`."""
     own = columns(whole, like)
@@ -194,8 +202,7 @@ class _Indicate(torch.autograd.Function):
     def forward(
         ctx: Any, form: Form, keeps: bool, x: Tensor, whole: Tensor | None, *laid: Tensor
     ) -> tuple[Tensor, Tensor]:
-        given = Laid(*(part.contiguous() for part in laid))
-        out, attention, *kept = triton_kernels("indicator").forward(x.contiguous(), given, form, keeps)
+        out, attention, *kept = triton_kernels("indicator").forward(x.contiguous(), _dense(laid), form, keeps)
         ctx.form = form
         ctx.set_materialize_grads(False)  # the gradient of the attention is rarely needed
         # The original tensors: second derivatives would not flow through copies.
@@ -205,26 +212,64 @@ class _Indicate(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor | None, towards: Tensor | None) -> tuple[Tensor | None, ...]:
         x, whole, *rest = ctx.saved_tensors
-        laid, (attention, inside, normed, scales) = Laid(*rest[: len(Laid._fields)]), rest[len(Laid._fields) :]
+        laid, (attention, *kept) = Laid(*rest[: len(Laid._fields)]), rest[len(Laid._fields) :]
         with torch.autocast(x.device.type, enabled=False):  # as in the forward pass
             if torch.is_grad_enabled():  # only the twin supports second derivatives
                 return None, None, *_differentiable_backward(ctx.form, x, whole, laid, [gradient, towards])
-            gradient = torch.zeros_like(inside) if gradient is None else gradient.contiguous()
-            given = Laid(
-                *(part if name in UNREAD else part.contiguous() for name, part in zip(Laid._fields, laid, strict=True))
-            )
-            kernels, towards = triton_kernels("indicator"), None if towards is None else towards.contiguous()
-            dx, found = kernels.backward(
-                x.contiguous(), given, ctx.form, attention, inside, normed, scales, gradient, towards
-            )
-            if whole is not None:
-                return None, None, dx, found, *[None] * len(laid)
-            exact, low = columns(found, laid), columns(found.to(x.dtype), laid)
-            exact["shift"] = low["shift"] = exact["shift"].sum(1)
-            own = (
-                (low if part.dtype == x.dtype else exact)[name] for name, part in zip(Laid._fields, laid, strict=True)
-            )
-            return None, None, dx, None, *(one.reshape(part.shape) for one, part in zip(own, laid, strict=True))
+            return None, None, *_backward(ctx.form, x.contiguous(), whole, laid, attention, kept, gradient, towards)
+
+
+class _IndicateAgain(torch.autograd.Function):
+    """`indicate_again`; its arguments in the order of autograd, maps last."""
+
+    @staticmethod
+    def forward(ctx: Any, form: Form, whole: Tensor | None, *given: Tensor) -> tuple[Tensor, Tensor]:
+        laid, maps = given[: len(Laid._fields)], given[len(Laid._fields) :]
+        out, attention, *_ = triton_kernels("indicator").forward(torch.stack(maps), _dense(laid), form, False)
+        ctx.form = form
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(whole, attention, *given)
+        return out, attention
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor | None, towards: Tensor | None) -> tuple[Tensor | None, ...]:
+        form, (whole, attention, *given) = ctx.form, ctx.saved_tensors
+        laid, maps = Laid(*given[: len(Laid._fields)]), given[len(Laid._fields) :]
+        with torch.autocast(attention.device.type, enabled=False):
+            x = torch.stack(maps)
+            if torch.is_grad_enabled():
+                dx, *rest = _differentiable_backward(form, x, whole, laid, [gradient, towards])
+            else:
+                kept = triton_kernels("indicator").forward_again(x, _dense(laid), form, attention)
+                dx, *rest = _backward(form, x, whole, laid, attention, kept, gradient, towards)
+        return None, *rest, *([None] * len(maps) if dx is None else dx.unbind())
+
+
+def _dense(laid: Sequence[Tensor]) -> Laid:
+    return Laid(*(part.contiguous() for part in laid))
+
+
+def _backward(
+    form: Form,
+    x: Tensor,
+    whole: Tensor | None,
+    laid: Laid,
+    attention: Tensor,
+    kept: Sequence[Tensor],
+    gradient: Tensor | None,
+    towards: Tensor | None,
+) -> tuple[Tensor | None, ...]:
+    """The gradients of maps, vector and fields by the kernels; kept: what `forward` returns for it."""
+    gradient = torch.zeros_like(kept[0]) if gradient is None else gradient.contiguous()
+    given = Laid(*(p if name in UNREAD else p.contiguous() for name, p in zip(Laid._fields, laid, strict=True)))
+    towards = None if towards is None else towards.contiguous()
+    dx, found = triton_kernels("indicator").backward(x, given, form, attention, *kept, gradient, towards)
+    if whole is not None:
+        return dx, found, *[None] * len(laid)
+    exact, low = columns(found, laid), columns(found.to(x.dtype), laid)
+    exact["shift"] = low["shift"] = exact["shift"].sum(1)
+    own = ((low if part.dtype == x.dtype else exact)[name] for name, part in zip(Laid._fields, laid, strict=True))
+    return dx, None, *(one.reshape(part.shape) for one, part in zip(own, laid, strict=True))
 
 
 def _differentiable_backward(

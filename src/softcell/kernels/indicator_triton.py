@@ -75,7 +75,9 @@ def _forward(
     M: tl.constexpr, Z: tl.constexpr, H: tl.constexpr, W: tl.constexpr, R: tl.constexpr, Q: tl.constexpr,
     C: tl.constexpr, INNER: tl.constexpr, PB: tl.constexpr, CB: tl.constexpr, TB: tl.constexpr, IB: tl.constexpr,
     MB: tl.constexpr, ZB: tl.constexpr, NORM: tl.constexpr, FLAT: tl.constexpr, KEEPS: tl.constexpr,
+    AGAIN: tl.constexpr,
 ):  # fmt: skip
+    """AGAIN: the attention is known, and only what the backward pass needs is stored."""
     P: tl.constexpr = H * W
     T: tl.constexpr = R * Q
     number = tl.program_id(0)
@@ -89,31 +91,35 @@ def _forward(
     maps = x_ptr + ((g * M * samples + number % samples).to(tl.int64) * (P * C))
     step = samples.to(tl.int64) * (P * C)
 
-    asked = tl.load(asked_ptr + g * (T * C) + spot, mask=here, other=0.0)
     k_map, k_zero = tl.arange(0, MB), tl.arange(0, ZB)
-    logits = tl.full((MB,), float("-inf"), dtype=tl.float32)
-    if FLAT:
-        for k in range(M):
-            x = tl.load(maps + k * step + at, mask=ok, other=0.0).to(tl.float32)
-            logits = tl.where(k_map == k, _total(x * asked) + tl.load(positions_ptr + g * M + k), logits)
-    else:
-        windows = _windows(PB, TB, H, W, R, Q)
-        shift = tl.load(shift_ptr + g)
-        for k in range(M):
-            x = tl.load(maps + k * step + at, mask=ok, other=0.0)
-            position = tl.load(positions_ptr + (g * M + k) * (T * C) + spot, mask=here, other=0.0)
-            token, _ = _token(x, windows, position, here, token_eps, R * Q / (H * W), T * C, NORM)
-            logits = tl.where(k_map == k, _total(token * asked) + shift, logits)
-    itself = tl.load(itself_ptr + g)
-    zeros = tl.load(zeros_ptr + g * Z + k_zero, mask=k_zero < Z, other=float("-inf"))
-    largest = tl.maximum(tl.maximum(itself, tl.max(logits, 0)), tl.max(zeros, 0))
-    to_itself, to_maps, to_zeros = tl.exp(itself - largest), tl.exp(logits - largest), tl.exp(zeros - largest)
-    total = to_itself + tl.sum(to_maps, 0) + tl.sum(to_zeros, 0)
-    to_itself, to_maps, to_zeros = to_itself / total, to_maps / total, to_zeros / total
     row = attention_ptr + number * (1 + M + Z)
-    tl.store(row, to_itself)
-    tl.store(row + 1 + k_map, to_maps, mask=k_map < M)
-    tl.store(row + 1 + M + k_zero, to_zeros, mask=k_zero < Z)
+    if AGAIN:
+        to_itself = tl.load(row)
+        to_maps = tl.load(row + 1 + k_map, mask=k_map < M, other=0.0)
+    else:
+        asked = tl.load(asked_ptr + g * (T * C) + spot, mask=here, other=0.0)
+        logits = tl.full((MB,), float("-inf"), dtype=tl.float32)
+        if FLAT:
+            for k in range(M):
+                x = tl.load(maps + k * step + at, mask=ok, other=0.0).to(tl.float32)
+                logits = tl.where(k_map == k, _total(x * asked) + tl.load(positions_ptr + g * M + k), logits)
+        else:
+            windows = _windows(PB, TB, H, W, R, Q)
+            shift = tl.load(shift_ptr + g)
+            for k in range(M):
+                x = tl.load(maps + k * step + at, mask=ok, other=0.0)
+                position = tl.load(positions_ptr + (g * M + k) * (T * C) + spot, mask=here, other=0.0)
+                token, _ = _token(x, windows, position, here, token_eps, R * Q / (H * W), T * C, NORM)
+                logits = tl.where(k_map == k, _total(token * asked) + shift, logits)
+        itself = tl.load(itself_ptr + g)
+        zeros = tl.load(zeros_ptr + g * Z + k_zero, mask=k_zero < Z, other=float("-inf"))
+        largest = tl.maximum(tl.maximum(itself, tl.max(logits, 0)), tl.max(zeros, 0))
+        to_itself, to_maps, to_zeros = tl.exp(itself - largest), tl.exp(logits - largest), tl.exp(zeros - largest)
+        total = to_itself + tl.sum(to_maps, 0) + tl.sum(to_zeros, 0)
+        to_itself, to_maps, to_zeros = to_itself / total, to_maps / total, to_zeros / total
+        tl.store(row, to_itself)
+        tl.store(row + 1 + k_map, to_maps, mask=k_map < M)
+        tl.store(row + 1 + M + k_zero, to_zeros, mask=k_zero < Z)
 
     mixed = tl.zeros((PB, CB), dtype=tl.float32)
     for k in range(M):
@@ -148,9 +154,10 @@ def _forward(
         tl.store(normed_ptr + to, y, mask=ok)
         tl.store(scales_ptr + number, rstd1)
         tl.store(scales_ptr + tl.num_programs(0) + number, rstd2)
-    scale = tl.load(scale2_ptr + g * C + c, mask=c < C, other=0.0).to(tl.float32)
-    add = tl.load(shift2_ptr + g * C + c, mask=c < C, other=0.0).to(tl.float32)
-    tl.store(out_ptr + to, (y.to(tl.float32) * scale[None, :] + add[None, :]).to(kind), mask=ok)
+    if not AGAIN:
+        scale = tl.load(scale2_ptr + g * C + c, mask=c < C, other=0.0).to(tl.float32)
+        add = tl.load(shift2_ptr + g * C + c, mask=c < C, other=0.0).to(tl.float32)
+        tl.store(out_ptr + to, (y.to(tl.float32) * scale[None, :] + add[None, :]).to(kind), mask=ok)
 
 
 @triton.jit(do_not_specialize=["samples", "width"], do_not_specialize_on_alignment=SMALL)
@@ -359,18 +366,28 @@ def forward(x, laid, form, keeps):
     These are Y and the output before scale and shift, [g, n, h, w, c], and the factors that normalised them, [2, g, n].
     """
     (_, n, h, w, c), g = x.shape, len(laid.positions)
+    tokens = 1 + laid.positions.shape[1] + laid.zeros.shape[1]
+    out, attention = x.new_empty(g, n, h, w, c), laid.asked.new_empty(g, n, tokens)
+    return out, attention, *_run(x, laid, form, out, attention, keeps=keeps, again=False)
+
+
+def forward_again(x, laid, form, attention):
+    """The tensors for the backward pass that `forward` returns, given the attention [g, n, tokens]."""
+    return _run(x, laid, form, x, attention, keeps=True, again=True)
+
+
+def _run(x, laid, form, out, attention, *, keeps, again):
+    (_, n, h, w, c), g = x.shape, len(laid.positions)
     common, tokens, inner, warps = _sizes(x, laid, form)
-    if tokens["FLAT"]:
+    if tokens["FLAT"] and not again:
         laid = laid._replace(positions=torch.baddbmm(laid.shift, laid.positions, laid.asked))
-    out = x.new_empty(g, n, h, w, c)
-    attention = laid.asked.new_empty(g, n, 1 + tokens["M"] + tokens["Z"])
-    kept = [x.new_empty(out.shape if keeps else 0) for _ in range(2)]
+    kept = [x.new_empty((g, n, h, w, c) if keeps else 0) for _ in range(2)]
     scales = attention.new_empty((2, g, n) if keeps else 0)
     _forward[(g * n,)](
         x, *laid, out, attention, *kept, scales, n, form.token_eps or 0.0, form.map_eps,
-        **common, **tokens, **inner, KEEPS=keeps, num_warps=warps, num_stages=1,
+        **common, **tokens, **inner, KEEPS=keeps, AGAIN=again, num_warps=warps, num_stages=1,
     )  # fmt: skip
-    return out, attention, *kept, scales
+    return *kept, scales
 
 
 def backward(x, laid, form, attention, inside, normed, scales, dy, towards):

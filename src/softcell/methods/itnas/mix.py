@@ -128,14 +128,16 @@ class ItMix(Mix):
         key = (group.ensemble, dtype)
         if key not in self._laid:
             with torch.set_grad_enabled(self._learns and torch.is_grad_enabled()):
-                if ensemble.runs_whole(maps):
+                if ensemble.run_whole(maps):
                     found = ensemble.lay_whole(dtype)
                     self._laid[key], self._whole[key] = [laid for laid, _ in found], [whole for _, whole in found]
                 else:
                     self._laid[key] = ensemble.lay(dtype)
         laid, whole = self._laid[key][group.number], self._whole.get(key)
-        given = (ensemble, laid, maps, None if whole is None else whole[group.number])
-        output, attention = self._economical(*given)
+        if whole is None:
+            output, attention = self._economical(ensemble, laid, maps)
+        else:  # kernels recompute less themselves than `_economical` would
+            output, attention = ensemble(laid, maps, whole[group.number], self._method.settings.recompute)
         return output, attention
 
     def _passes(self, outputs: Mapping[int, Tensor | None]) -> bool:

@@ -28,7 +28,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from softcell.kernels.indicator import Form, Laid, indicate, indicate_by, normalised_tokens, runs_kernels, vector
+from softcell.kernels.indicator import (
+    Form,
+    Laid,
+    indicate,
+    indicate_again,
+    indicate_by,
+    normalised_tokens,
+    runs_kernels,
+    vector,
+)
 from softcell.nn.conv import adaptive_windows
 from softcell.nn.stack import LARGEST
 
@@ -251,7 +260,7 @@ class LiteEnsemble(nn.Module):
         """Whether running these maps together is faster: on a GPU, and on a CPU if they are small."""
         return bool(maps) and (maps[0].is_cuda or maps[0].numel() <= LARGEST)
 
-    def runs_whole(self, maps: Sequence[Tensor]) -> bool:
+    def run_whole(self, maps: Sequence[Tensor]) -> bool:
         """Whether kernels run on these maps, which can return the gradients of all weights in one piece."""
         n, c, h, w = maps[0].shape
         return runs_kernels(maps[0].new_empty(()).expand(1, n, h, w, c), self._form)
@@ -330,14 +339,20 @@ class LiteEnsemble(nn.Module):
                 ffn_shift=last_shift,
             )
 
-    def forward(self, laid: Laid, maps: Sequence[Tensor], whole: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, laid: Laid, maps: Sequence[Tensor], whole: Tensor | None = None, again: bool = False
+    ) -> tuple[Tensor, Tensor]:
         """The ITs' outputs [g, n, c, h, w] and attention [g, n, tokens in their order].
 
         maps: those of the first Lite-Transformer of the group, then those of the next, each [n, c, h, w]. whole: from
-        `lay_whole`, for maps that `runs_whole`.
+        `lay_whole`, for maps that `run_whole`. again: keep only the maps for the backward pass; also for such maps.
         """
         with torch.autocast(maps[0].device.type, enabled=False):
-            x = torch.stack([one.permute(0, 2, 3, 1) for one in maps])  # [g·m, n, h, w, c]
+            rows = [one.permute(0, 2, 3, 1) for one in maps]
+            if again and torch.is_grad_enabled():
+                total, attention = indicate_again(rows, laid, self._form, whole)
+                return total.permute(0, 1, 4, 2, 3), attention
+            x = torch.stack(rows)  # [g·m, n, h, w, c]
             if self.shape[1] % self.sides[0] or self.shape[2] % self.sides[1]:  # windows that overlap
                 small = self._channels_last(summaries(x, self.sides, laid.positions.dtype))
                 total, attention = indicate_by(small, x, laid, self._form)
