@@ -313,6 +313,27 @@ def test_a_supernet_on_the_kernels_has_the_gradients_of_separate_transformers(
         torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-4 * float(theirs.abs().max()) + 1e-6)
 
 
+def test_maps_learn_from_kernels_where_lite_transformers_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weight steps of a bilevel search relax without gradients."""
+    torch.manual_seed(0)
+    supernet = build_space("nb201", {"cells_per_stage": 1, "channels": 4}).supernet((1, 8, 8), 3).to(DEVICE)
+    method = ItNas.for_supernet(ItNasSettings(pool=2, width=8), supernet).to(DEVICE)
+    images, found = torch.randn(3, 1, 8, 8, device=DEVICE), []
+    wanted = [*supernet.parameters(), *method.parameters()]
+    for plain in (False, True):
+        if plain:
+            monkeypatch.setattr(LiteEnsemble, "serves", lambda ensemble, maps: False)
+        with torch.no_grad():
+            mix = method.relax()
+        loss = supernet.eval()(images, mix).square().sum()
+        found.append(torch.autograd.grad(loss, wanted, allow_unused=True))
+    own = len(list(supernet.parameters()))
+    assert all(gradient is None for gradients in found for gradient in gradients[own:])
+    for mine, theirs in zip(found[0][:own], found[1][:own], strict=True):
+        assert theirs is not None
+        torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-4 * float(theirs.abs().max()) + 1e-6)
+
+
 def test_weights_in_low_precision_are_those_of_separate_conversions() -> None:
     ensemble, _ = ensemble_of((2, 1))
     for (mine, whole), theirs in zip(ensemble.lay_whole(torch.bfloat16), ensemble.lay(torch.bfloat16), strict=True):
