@@ -241,7 +241,7 @@ def test_gradients_in_one_piece_are_those_of_separate_fields(
     ensemble, modules = ensemble_of(sizes, token_norm=token_norm, pool=pool)
     maps = [[torch.randn(2, 4, 8, 8, device=DEVICE).requires_grad_() for _ in range(4 * size)] for size in sizes]
     wanted = [x for own in maps for x in own] + [p for module in modules for p in module.parameters()]
-    assert ensemble.run_whole(maps[0])
+    assert ensemble.runs_whole(maps[0], torch.float32)
     found = []
     for whole in (True, False):
         laid = ensemble.lay_whole(torch.float32) if whole else [(own, None) for own in ensemble.lay(torch.float32)]
@@ -332,6 +332,14 @@ def test_maps_learn_from_kernels_where_lite_transformers_do_not(monkeypatch: pyt
     for mine, theirs in zip(found[0][:own], found[1][:own], strict=True):
         assert theirs is not None
         torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-4 * float(theirs.abs().max()) + 1e-6)
+
+
+def test_only_maps_that_fit_after_stacking_get_gradients_in_one_piece() -> None:
+    """The kernels that combine maps again have no plain form to fall back to."""
+    ensemble, _ = ensemble_of((1,))
+    maps = [torch.zeros(1, 4, 8, 8, device=DEVICE, dtype=torch.bfloat16)]
+    assert ensemble.runs_whole(maps, torch.float32)
+    assert not ensemble.runs_whole(maps, torch.float64)
 
 
 def test_weights_in_low_precision_are_those_of_separate_conversions() -> None:

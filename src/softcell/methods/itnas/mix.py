@@ -128,7 +128,7 @@ class ItMix(Mix):
         key = (group.ensemble, dtype)
         if key not in self._laid:
             with torch.set_grad_enabled(self._learns and torch.is_grad_enabled()):
-                if ensemble.run_whole(maps):
+                if ensemble.runs_whole(maps, dtype):
                     found = ensemble.lay_whole(dtype)
                     self._laid[key], self._whole[key] = [laid for laid, _ in found], [whole for _, whole in found]
                 else:

@@ -260,10 +260,10 @@ class LiteEnsemble(nn.Module):
         """Whether running these maps together is faster: on a GPU, and on a CPU if they are small."""
         return bool(maps) and (maps[0].is_cuda or maps[0].numel() <= LARGEST)
 
-    def run_whole(self, maps: Sequence[Tensor]) -> bool:
-        """Whether kernels run on these maps, which can return the gradients of all weights in one piece."""
+    def runs_whole(self, maps: Sequence[Tensor], dtype: torch.dtype) -> bool:
+        """Whether kernels run on these maps, stacked in `dtype`: they return gradients of all weights in one piece."""
         n, c, h, w = maps[0].shape
-        return runs_kernels(maps[0].new_empty(()).expand(1, n, h, w, c), self._form)
+        return runs_kernels(maps[0].new_empty((), dtype=dtype).expand(1, n, h, w, c), self._form)
 
     def lay(self, dtype: torch.dtype) -> list[Laid]:
         """The stacked weights of each group, for maps in `dtype`."""
@@ -277,13 +277,13 @@ class LiteEnsemble(nn.Module):
         """
         fields = self._fields()
         with torch.no_grad():
-            given = [x.detach().contiguous() for x in fields]
-            named = zip(Laid._fields, given, strict=True)
-            made = [torch.empty_like(x, dtype=_dtype_of(name, x, dtype)) for name, x in named]
-            pairs = [pair for pair in zip(made, given, strict=True) if pair[0].dtype != pair[1].dtype]
-            if pairs:
-                torch._foreach_copy_([to for to, _ in pairs], [of for _, of in pairs])
-            groups = self._by_group([to if to.dtype != of.dtype else of for to, of in zip(made, given, strict=True)])
+            parts = {name: x.detach().contiguous() for name, x in fields._asdict().items()}
+            low = {name: x for name, x in parts.items() if x.dtype != _dtype_of(name, x, dtype)}
+            if low:
+                made = {name: torch.empty_like(x, dtype=dtype) for name, x in low.items()}
+                torch._foreach_copy_(list(made.values()), list(low.values()))
+                parts |= made
+            groups = self._by_group(list(parts.values()))
         if not (torch.is_grad_enabled() and any(x.requires_grad for x in fields)):
             return [(laid, None) for laid in groups]
         return list(zip(groups, torch.split(vector(fields), [len(group) for group in self._groups]), strict=True))
@@ -345,7 +345,7 @@ class LiteEnsemble(nn.Module):
         """The ITs' outputs [g, n, c, h, w] and attention [g, n, tokens in their order].
 
         maps: those of the first Lite-Transformer of the group, then those of the next, each [n, c, h, w]. whole: from
-        `lay_whole`, for maps that `run_whole`. again: keep only the maps for the backward pass; also for such maps.
+        `lay_whole`. again: keep only the maps for the backward pass. Both are for maps with `runs_whole`.
         """
         with torch.autocast(maps[0].device.type, enabled=False):
             rows = [one.permute(0, 2, 3, 1) for one in maps]
