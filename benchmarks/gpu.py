@@ -23,7 +23,7 @@ import torch
 from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.steps import PAPER, Case, batch, once, step_state
+from benchmarks.steps import PAPER, Case, batch, once, step, step_state
 from benchmarks.traffic import bandwidth, traffic
 from softcell.arch import Genotype, notation
 from softcell.data import load
@@ -167,7 +167,7 @@ def plain(case: Case, session: Session) -> dict[str, Any]:
     once(actors, data, session.device)
     timings = [once(actors, data, session.device) for _ in range(3)]
     held = torch.cuda.max_memory_reserved()
-    events = _kernels(lambda: bilevel(actors, data, data))
+    events = _kernels(lambda: step(actors, data, case.regime))
     return {
         "ms": 1e3 * statistics.median(t.wall_seconds for t in timings),
         "busy_ms": sum(e.device_time for e in events) / 1e3,

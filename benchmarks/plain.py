@@ -20,6 +20,8 @@ from softcell.spaces.edges import SpecOf
 class PlainCell(nn.Module):
     """Every candidate of every edge as a separate module."""
 
+    block = None  # it has no calibrations, which a pass of all cells would prepare together
+
     def __init__(self, table: Table, inputs: int, spec_of: SpecOf) -> None:
         super().__init__()
         self.table, self.inputs = table, inputs
@@ -27,6 +29,9 @@ class PlainCell(nn.Module):
             nn.ModuleList(get_candidate(op).build(spec_of(choice.source)) for op in choice.candidates)
             for choice in table.choices
         )
+
+    def drops(self) -> bool:
+        return False
 
     def forward(self, states: list[Tensor], mix: WeightMix, site: int) -> list[Tensor]:
         values, weights = list(states), mix.weights(site)

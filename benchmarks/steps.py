@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.plain import make_plain
+from benchmarks.plain import PlainCell, make_plain
 from softcell.engine.distributed import World
 from softcell.engine.session import place
 from softcell.engine.timing import Stopwatch, Timing
@@ -29,6 +29,7 @@ from softcell.nn.objective import CrossEntropy
 from softcell.search.steps import StepState, bilevel, single_level
 from softcell.settings import build
 from softcell.spaces import build_space
+from softcell.spaces.execution import modules_only
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,11 +108,16 @@ def batch(case: Case, device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 def step(actors: StepState, data: tuple[Tensor, Tensor], regime: str) -> None:
-    """One search step: both parts on one batch, or first the architecture and then the weights."""
-    if regime == "single-level":
-        single_level(actors, *data)
-    else:
-        bilevel(actors, data, data)
+    """One search step: both parts on one batch, or first the architecture and then the weights.
+
+    The plain formulation runs module by module outside of its cells, too.
+    """
+    is_plain = any(isinstance(module, PlainCell) for module in actors.supernet.modules())
+    with modules_only() if is_plain else nullcontext():
+        if regime == "single-level":
+            single_level(actors, *data)
+        else:
+            bilevel(actors, data, data)
 
 
 def once(actors: StepState, data: tuple[Tensor, Tensor], device: torch.device, regime: str = "bilevel") -> Timing:

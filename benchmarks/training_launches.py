@@ -26,7 +26,7 @@ from benchmarks.training import Case, cases
 from softcell.arch import notation, sample
 from softcell.evaluate import resolve
 from softcell.kernels import calibrate
-from softcell.kernels.backend import cell_settings, default_settings
+from softcell.kernels.backend import cell_settings, default_settings, has_triton
 from softcell.kernels.schedule import Launch
 from softcell.nn import calibrate as calibrations
 from softcell.nn import conv
@@ -160,6 +160,8 @@ if __name__ == "__main__":
     parser.add_argument("--rows", type=int, default=24)
     parser.add_argument("--library-channels", type=int, default=default_settings.library_channels)
     options = parser.parse_args()
+    if not has_triton():
+        parser.error("kernels are counted by their launches, which requires Triton: `pip install triton`")
     case = cases()[options.network]
     network = network_of(case)
     for training in (True, False):

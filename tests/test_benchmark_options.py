@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -29,6 +31,40 @@ def test_wrong_options_are_refused(
         benchmarks.main(["--device", "cpu", *arguments])
     assert ended.value.code == 2
     assert said in capsys.readouterr().err
+
+
+def test_a_cpu_runs_the_parts_that_need_no_gpu_and_names_those_that_fail(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    started: list[list[str]] = []
+
+    def run(words: list[str], *, check: bool) -> SimpleNamespace:
+        started.append(words[1:])
+        return SimpleNamespace(returncode=1)
+
+    monkeypatch.setattr(benchmarks, "steps", lambda device, *given: started.append([device]))
+    monkeypatch.setattr(benchmarks, "subprocess", SimpleNamespace(run=run))
+    given = ["--device", "cpu", "--threads", "1", "--out", str(tmp_path / "found.json")]
+    with pytest.raises(SystemExit, match="failed: training"):
+        benchmarks.main(given)
+    record = str(tmp_path / "found-training.json")
+    assert started == [["cpu"], ["-m", "benchmarks.training", "--device", "cpu", "--threads", "1", "--out", record]]
+    benchmarks.main([*given, "--part", "steps"])
+    assert started[2:] == [["cpu"]]
+    with pytest.raises(SystemExit) as ended:
+        benchmarks.main([*given, "--part", "cold"])
+    assert ended.value.code == 2 and "--part cold needs a GPU" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("part", benchmarks.OTHERS)
+def test_every_part_is_a_benchmark_with_these_options(
+    part: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["benchmark", "--help"])
+    with pytest.raises(SystemExit):
+        importlib.import_module(f"benchmarks.{part}").main()
+    shown = capsys.readouterr().out
+    assert all(option in shown for option in ("--device", "--threads", "--out"))
 
 
 @pytest.mark.parametrize("name", ["attention", "cold", "credit", "entrannas", "itnas", "methods", "sweep"])

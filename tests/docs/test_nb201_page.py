@@ -60,7 +60,7 @@ def test_the_summary_claims_only_significant_differences() -> None:
     for file in (nb201_page.RESULTS / "rows").glob("*-cifar10-*.json"):
         row = json.loads(file.read_text())
         values.setdefault(row["arm"], []).append(row["accuracies"]["cifar10_test"])
-    values = {arm: own for arm, own in values.items() if len(own) >= nb201_page.GOAL}
+    values = {arm: own for arm, own in values.items() if len(own) >= nb201_page.ENOUGH}
     page = nb201_page.PAGE.read_text(encoding="utf-8").split("**Summary.**")[1].split("**Protocol**")[0]
     lines = re.findall(r"^- (.+?): (.+)$", page, re.MULTILINE)
     (largest,) = re.findall(r"^With every seed, these find the largest cell.*: (.+)\.$", page, re.MULTILINE)

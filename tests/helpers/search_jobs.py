@@ -109,10 +109,10 @@ def run_checked(kind: str, out: str, settings: Settings, options: Settings, wher
 
         run_derived = DerivedPass.run
 
-        def counted_derived(*arguments: Any) -> Any:
+        def counted_derived(*arguments: Any, **options: Any) -> Any:
             nonlocal fused
             fused += 1
-            return run_derived(*arguments)
+            return run_derived(*arguments, **options)
 
         FusedCell.__call__ = counted  # type: ignore[method-assign]
         DerivedPass.run = counted_derived  # type: ignore[method-assign]

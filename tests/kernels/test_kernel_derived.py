@@ -213,16 +213,25 @@ class TestBlocks:
         errors = {name: relative(a, b) for name, a, b in zip(OUTCOMES, mine, theirs, strict=True)}
         assert all(error <= 1e-5 for error in errors.values()), errors
 
-    @pytest.mark.parametrize(("bytes_there", "expected"), [(99 * 1024, False), (163 * 1024, True)])
+    @pytest.mark.parametrize(
+        ("channels", "dtype", "bytes_there", "expected"),
+        [
+            (8, torch.bfloat16, 99 * 1024, False),
+            (8, torch.bfloat16, 163 * 1024, True),
+            (36, torch.float32, 163 * 1024, True),
+            (48, torch.float32, 163 * 1024, False),
+            (48, torch.float32, 227 * 1024, True),
+        ],
+    )
     def test_tiles_are_not_used_where_shared_memory_is_too_small(
-        self, bytes_there: int, expected: bool, monkeypatch: pytest.MonkeyPatch
+        self, channels: int, dtype: torch.dtype, bytes_there: int, expected: bool, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Consumer GPUs have 99 KB per program, an A100 163."""
+        """Consumer GPUs have 99 KB per program, an A100 163, an H100 227."""
         monkeypatch.setattr(triton_kernels("derived_layout"), "shared_memory", lambda device: bytes_there)
-        plan = Cell(8, 1, older_is_larger=False, pool_norm=True, edges=edges_of_one_size(3)).plan()
+        plan = Cell(channels, 1, older_is_larger=False, pool_norm=True, edges=edges_of_one_size(3)).plan()
         triton_kernels("derived")._scheduled.cache_clear()
         shapes = [(7, width, 8, 8) for width in WIDTHS]
-        schedules = plan.schedules(shapes, torch.bfloat16, torch.device("cpu"), training=True)
+        schedules = plan.schedules(shapes, dtype, torch.device("cpu"), training=True)
         triton_kernels("derived")._scheduled.cache_clear()
         names = {launch.kernel.__name__ for schedule in schedules for launch in schedule.launches}
         assert {"_lower_tiles" in names, "_point_tiles" in names} == {expected}

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import os
+from typing import Any
 
 import pytest
 import torch
@@ -130,6 +131,50 @@ def test_steps_with_missing_gradients_change_only_the_others() -> None:
         torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.skipif(not RUNS, reason="needs a GPU, or TRITON_INTERPRET=1 with Triton")
+def test_a_graph_from_before_a_step_is_not_differentiated() -> None:
+    """Weights of the graph have changed: its gradients would be wrong."""
+    parameters = made(5)
+    loss = parameters[0].square().sum()
+    given = drawn(parameters, 0)
+    apply_gradients(optimiser(parameters, nesterov=False, at_once=True), parameters, given, WORLD, 2.0, averaged=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.grad(loss, parameters[0])
+
+
+class Own(torch.optim.SGD):
+    """An optimiser with a step of its own."""
+
+    calls: list[int]
+
+    def step(self, closure: Any = None) -> Any:
+        self.calls.append(1)
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("kind", ["subclass", "hook", "rate elsewhere"])
+def test_optimisers_that_do_more_make_their_own_step(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("softcell.engine.optim.runs_triton", lambda x: True)
+    calls: list[int] = []
+    monkeypatch.setattr("softcell.engine.optim.sgd_step", lambda *given, **rule: calls.append(0))
+    parameters = made(6)
+    given = [g.clone() for g in drawn(parameters, 0)]
+    kept = optimiser(parameters, nesterov=False, at_once=True)
+    apply_gradients(kept, parameters, given, WORLD, 2.0, averaged=True)
+    assert calls == [0]
+    if kind == "subclass":
+        kept = own = Own(parameters, lr=torch.tensor(0.1, device=DEVICE), momentum=0.9, foreach=False)
+        fill_momenta(own)
+        own.calls = calls
+    elif kind == "hook":
+        kept.register_step_post_hook(lambda *given: calls.append(1))
+    else:
+        kept.param_groups[0]["lr"] = torch.tensor(0.1, device="meta")
+        monkeypatch.setattr(kept, "step", lambda: calls.append(1))
+    apply_gradients(kept, parameters, given, WORLD, 2.0, averaged=True)
+    assert calls == [0, 1]
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(DEVICE.type != "cuda" or not has_triton(), reason="needs a CUDA device with Triton")
 def test_a_step_can_be_captured() -> None:
@@ -150,6 +195,19 @@ def test_a_step_can_be_captured() -> None:
         torchs.step()
     for p, q in zip(fast, plain, strict=True):
         torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.skipif(not RUNS, reason="needs a GPU, or TRITON_INTERPRET=1 with Triton")
+def test_tables_used_last_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A capture must find the table of the eager step before, whatever other runs do in between."""
+    monkeypatch.setattr(sgd, "ROOM", 3)
+    monkeypatch.setattr(sgd, "_tables", {})
+    lists = [[torch.zeros(2, device=DEVICE)] for _ in range(4)]
+    first = sgd._table(lists[0], lists[0])
+    for other in lists[1:]:
+        sgd._table(other, other)
+        assert sgd._table(lists[0], lists[0]) is first
+    assert len(sgd._tables) == 3
 
 
 def test_parts_of_a_buffer_that_follow_each_other_are_one_vector() -> None:

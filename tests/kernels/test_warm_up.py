@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
 import sys
@@ -15,7 +16,6 @@ import pytest
 import torch
 
 from softcell.arch import notation, sample
-from softcell.evaluate.task import rehearse
 from softcell.kernels import local, warm_up
 from softcell.kernels.backend import cell_settings, has_triton, triton_kernels
 from softcell.kernels.warm_up import (
@@ -29,6 +29,7 @@ from softcell.kernels.warm_up import (
 from softcell.spaces import build_space
 from softcell.spaces.darts import DartsNetwork
 from softcell.spaces.execution import fused_networks
+from softcell.spaces.training import rehearse
 from tests.helpers.kernel_runs import INTERPRETED
 from tests.helpers.no_device import HOPPER, all_kernels, take_for_gpu
 from tests.reference.published_genotypes import DARTS_V2
@@ -124,6 +125,23 @@ def test_a_pass_of_a_copy_shows_what_a_step_launches(probability: float, space: 
         schedules = network.schedules(BATCH, torch.float32, training=True)
         schedules += network.schedules(5, torch.float32, training=False)
         assert set(compilations(schedules)) < wanted
+
+
+def test_programs_that_add_gradients_fit_into_shared_memory(no_device: None) -> None:
+    """In float32; a launch that needs more than the 227 KB of an H100 would fail."""
+    net = build_space("darts", {"cells": 4, "channels": 12}).network(notation.parse(DARTS_V2), (3, 32, 32), 10)
+    assert isinstance(net, DartsNetwork)
+    names = triton_kernels("derived_gradient")._lower_tiles.arg_names
+    found = []
+    for job in compilations(net.train().schedules(96, torch.float32, training=True)):
+        if job.name != "_lower_tiles":
+            continue
+        given = json.loads(job.specialization)
+        constants = dict(zip((names[at[0]] for at in given["constant_keys"]), given["constant_vals"], strict=True))
+        if constants["ADDS"]:
+            found.append((constants["C"], warm_up.compile_one(job, HOPPER).metadata.shared))
+    assert {channels for channels, _ in found} == {12, 24, 48}
+    assert all(size <= 227 * 1024 for _, size in found), found
 
 
 def test_kernels_are_compiled_once_for_an_absent_device(

@@ -138,6 +138,18 @@ def test_random_search_is_compared_after_the_same_seconds() -> None:
     assert nb201._shown_random(None) == "not measured"
 
 
+def test_methods_are_compared_with_the_random_search_that_has_enough_seeds() -> None:
+    def compared(old: int, new: int) -> str | None:
+        groups = {("cifar10", arm): [{"arm": arm}] * count for arm, count in (("random", old), ("random-20", new))}
+        rows = nb201._compared_with({key: rows for key, rows in groups.items() if rows}, "cifar10")
+        return rows[0]["arm"] if rows else None
+
+    assert compared(7, 3) == "random"
+    assert compared(7, nb201.ENOUGH) == "random-20"
+    assert (compared(3, 0), compared(3, 1), compared(0, 0)) == ("random", "random-20", None)
+    assert nb201._compared_with({("cifar10", "random"): [{}]}, "cifar100") == []
+
+
 @pytest.mark.parametrize(("measure", "sign"), [("accuracy", -1), ("loss", 1)])
 def test_a_selection_by_perturbation_is_an_indicator_in_the_order_of_the_table(measure: str, sign: int) -> None:
     choices = build_space("nb201").layout().tables[0].choices

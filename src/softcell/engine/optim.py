@@ -40,7 +40,7 @@ def apply_gradients(
     if not averaged:
         average_([gradient for gradient in own if gradient is not None], world)
     # Clipped after averaging, so that all ranks clip by the same norm.
-    if isinstance(optimiser, torch.optim.SGD) and _step_at_once(optimiser, parameters, own, clip):
+    if type(optimiser) is torch.optim.SGD and _step_at_once(optimiser, parameters, own, clip):
         return
     for parameter, gradient in zip(parameters, own, strict=True):
         parameter.grad = gradient
@@ -56,12 +56,16 @@ def _step_at_once(
 ) -> bool:
     """Clip and step by `sgd_step`, if it can and all parameters have gradients; whether it did.
 
-    Steps that update changing sets of parameters would need a table of addresses for each set.
+    Steps that update changing sets of parameters would need a table of addresses for each set. Hooks of steps are only
+    called by torch's.
     """
     if len(optimiser.param_groups) > 1 or not (parameters and runs_triton(parameters[0])):
         return False
+    if optimiser._optimizer_step_pre_hooks or optimiser._optimizer_step_post_hooks:
+        return False
     group = optimiser.param_groups[0]
-    plain = not (group["dampening"] or group["maximize"]) and isinstance(group["lr"], Tensor)
+    lr, plain = group["lr"], not (group["dampening"] or group["maximize"])
+    plain = plain and isinstance(lr, Tensor) and lr.device == parameters[0].device
     known = [gradient for gradient in gradients if gradient is not None]
     if not plain or len(known) < len(parameters):
         return False
@@ -70,7 +74,7 @@ def _step_at_once(
     if len(found) < len(parameters) or not all(map(_alike, parameters, known, found)):
         return False
     rule = {name: group[name] for name in ("momentum", "weight_decay", "nesterov")}
-    sgd_step(parameters, known, found, group["lr"], clip=clip, **rule)
+    sgd_step(parameters, known, found, lr, clip=clip, **rule)
     return True
 
 

@@ -54,9 +54,8 @@ class TrainRecipe:
     (weight decay for matrices and filters only), or RMSprop with momentum in TensorFlow's form.
     `flip`: whether images are mirrored at random; None: as the dataset defines. `auto`: settings among `FITTED` that
     are chosen by the data and the length when training starts; `run.json` has the chosen values.
-    `fused`: on a GPU, cells run in fused kernels: those of DARTS, S1 to S3 and NAS-Bench-201 as one operation each, of
-    NOS and S4 as a few; off by default, since no training has been compared with one module by module
-    (benchmarks/NOTES.md).
+    `fused`: on a GPU, cells that have a fused form run in fused kernels: those of DARTS, S1 to S3 and NAS-Bench-201 as
+    one operation each, of NOS and S4 as a few. Values differ from those of modules by rounding.
     `norms`: with several processes, BatchNorm in training steps uses the statistics of the whole batch ("shared", equal
     to one process up to rounding) or of each process's part ("local", without communication).
     `init`: the folder of a finished training run from whose matching weights this one starts; None: random.
@@ -108,7 +107,7 @@ class TrainRecipe:
     device: str = "auto"
     precision: Literal["auto", "float32", "bfloat16", "float64"] = "auto"
     engine: Literal["auto", "eager", "graph"] = "auto"
-    fused: bool = False
+    fused: bool = True
     norms: Norms = "shared"
     deterministic: bool = False
     threads: int = 0

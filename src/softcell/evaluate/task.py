@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -28,19 +27,18 @@ from softcell.engine.optim import (
     set_lr,
     sgd,
 )
-from softcell.engine.session import computing_in, forked_rng, in_precision
+from softcell.engine.session import in_precision
 from softcell.engine.timing import TimeBudget
 from softcell.evaluate._retrieval import retrieval_step
 from softcell.evaluate.recipe import TrainRecipe
 from softcell.kernels.backend import current_settings
-from softcell.kernels.shared import norms_of, without_exchange
-from softcell.kernels.warm_up import failure_reported, is_enabled, warm_up, warm_up_by_run
+from softcell.kernels.shared import norms_of
 from softcell.nn.classifiers import Classifier
 from softcell.nn.norm import running_statistics
 from softcell.nn.objective import ProxyNCA
 from softcell.settings import MAX_EPOCHS
 from softcell.spaces import Network
-from softcell.spaces.execution import can_fuse, fused_networks, is_modules_only
+from softcell.spaces.training import compile_network, network_cells, warn_if_unfused
 from softcell.text import clock
 
 FEWEST_EPOCHS = 5
@@ -88,9 +86,8 @@ class TrainTask:
         self.optimiser = _optimiser(recipe, [network] if criterion is None else [network, criterion], world)
         self._average = AveragedWeights(network, recipe.ema) if recipe.ema else None
         self._tally = Tally(world.device)
-        if recipe.fused and (reason := why_unfused(recipe, network, world)) is not None:
-            notify(f"fused=true {reason}")
-        self._cells: Callable[[], AbstractContextManager[None]] = fused_networks if recipe.fused else nullcontext
+        if recipe.fused:
+            warn_if_unfused(network, recipe.precision, world, notify)
         learn = in_precision(self._learn, recipe.precision, world.device)
         self._run = prepare_step(learn, recipe.engine, world, notify, divides=recipe.norms == "local")
 
@@ -116,39 +113,17 @@ class TrainTask:
         if self.recipe.follows_steps:
             self._follow_schedules()
         if not self._stepped:
-            self._warm_up()
+            self._compile()
         self._run(*batch)
         self._step += 1
         self._stepped = True
 
-    def _warm_up(self) -> None:
-        """Compile the kernels of fused cells in parallel, before the first step would compile them one by one."""
-        recipe = self.recipe
-        if not recipe.fused or self.world.device.type != "cuda" or is_modules_only() or not can_fuse():
-            return
-        if recipe.precision == "float64" or not isinstance(self.network, Network):
-            return
-        dtype = torch.bfloat16 if recipe.precision == "bfloat16" else torch.float32
-        size = self.world.size  # of ranks, which each have their part of a batch
-        batch = self._train.batch_size // size
-        held = None if self._held is None else -(-self._held.batch_size // size)
-        if self.network.needs_dry_pass:
-            self._warm_up_by_pass(self.network, batch, held)
-            return
-        with norms_of(recipe.norms):
-            schedules = self.network.schedules(batch, dtype, training=True)
-        if held is not None:  # accuracy is measured in full precision
-            schedules += self.network.schedules(held, torch.float32, training=False)
-        warm_up(schedules, self._notify)
-
-    def _warm_up_by_pass(self, network: Network, batch: int, held: int | None) -> None:
-        if not is_enabled():
-            return
-        recipe, device = self.recipe, self.world.device
-        cells, norms = self._cells(), norms_of(recipe.norms)
-        with failure_reported(self._notify), cells, norms, forked_rng(device), without_exchange():
-            warm_up_by_run(lambda: rehearse(network, batch, held, recipe.precision, device), self._notify)
-        torch.cuda.empty_cache()  # steps run on another stream, which cannot use what is cached here
+    def _compile(self) -> None:
+        """Compile the kernels of fused cells before the first step."""
+        recipe, held = self.recipe, None if self._held is None else self._held.batch_size
+        if recipe.fused:
+            batch = self._train.batch_size
+            compile_network(self.network, batch, held, recipe.precision, recipe.norms, self.world, self._notify)
 
     @property
     def _epochs_done(self) -> float:
@@ -206,7 +181,7 @@ class TrainTask:
         """One training step, augmentation included; everything happens on the device, so that it can be captured."""
         recipe, logits = self.recipe, None
         by_kernel = recipe.fused and current_settings().batch_kernels
-        with self._cells(), norms_of(recipe.norms):
+        with network_cells(recipe.fused), norms_of(recipe.norms):
             batch = self._train.finish(*draft, by_kernel=by_kernel)
             several = recipe.norms == "local" and self.world.size > 1
             also = running_statistics([self.network]) if several else []
@@ -239,7 +214,7 @@ class TrainTask:
         if self._held is not None and self._validates(epoch):
             self.network.eval()
             began = time.perf_counter()
-            with self._cells(), nullcontext() if self._average is None else self._average.applied():
+            with network_cells(self.recipe.fused), nullcontext() if self._average is None else self._average.applied():
                 held = measure(self.network, self._held.epoch(0), self.world)
             if self._budget is not None:
                 # The same on all ranks, which must decide alike whether to validate again (`_validates`).
@@ -322,42 +297,3 @@ def learning_rate(recipe: TrainRecipe, epoch: int) -> float:
     r = recipe
     warmup = int(r.warmup)
     return rate_at(epoch, r.epochs, r.lr, r.lr_min, r.schedule, warmup=warmup, factor=r.lr_decay, every=r.lr_every)
-
-
-def why_unfused(recipe: TrainRecipe, network: Network | Classifier, world: World) -> str | None:
-    """What to say where `fused` has no effect on a training run, or on some cells only; None: all cells are fused."""
-    cells = network.has_fused_cells() if isinstance(network, Network) else []
-    if not cells:
-        reason = "cells of this space have no fused form"
-    elif world.device.type != "cuda":
-        reason = "cells are fused on a GPU only"
-    elif recipe.precision == "float64":
-        reason = "fused cells compute in float32 or bfloat16, not in float64"
-    elif not can_fuse():
-        reason = "Triton is not installed (`pip install triton`, on Linux)"
-    elif not any(cells):
-        return "fuses no cell: none of this network has a fused form"
-    elif not all(cells):
-        return f"has no effect on {cells.count(False)} of {len(cells)} cells, which have no fused form"
-    else:
-        return None
-    return f"has no effect: {reason}"
-
-
-def rehearse(network: Network, batch: int, held: int | None, precision: str, device: torch.device) -> None:
-    """A training pass and, unless `held` is None, a validation pass, of a copy of `network` on images of zeros.
-
-    batch, held: the numbers of images. Within `softcell.kernels.warm_up.dry_launches` values are those of uninitialised
-    memory, so nothing is learned from them.
-    """
-    own = copy.deepcopy(network)
-
-    def images(count: int) -> Tensor:
-        return torch.zeros(count, *network.shape, device=device).contiguous(memory_format=torch.channels_last)
-
-    with computing_in(precision, device):
-        logits, _ = own.train().forward_with_auxiliary(images(batch))
-    logits.float().sum().backward()  # type: ignore[no-untyped-call]
-    if held is not None:  # accuracy is measured in full precision
-        with torch.no_grad():
-            own.eval()(images(held))

@@ -9,6 +9,7 @@ import functools
 import importlib
 import importlib.util
 import os
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -187,10 +188,13 @@ class KeptTable:
         self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._copied.record()
 
-    def await_copy(self) -> None:
+    def await_copy(self, owner: object = None) -> None:
+        """owner: what captured launches refer to besides; once it is freed, they cannot run, nor need the table."""
         # All copies finish before a capture begins, and a capture must not query events recorded outside it.
         if self._on_gpu and torch.cuda.is_current_stream_capturing():
             _captured.add(self)
+            if owner is not None:
+                weakref.finalize(owner, _captured.discard, self).atexit = False
             return
         if self._copied is None:
             return
@@ -203,7 +207,8 @@ class KeptTable:
 
 
 _captured: set[KeptTable] = set()
-"""Kept forever: a captured step reads these tables by address, which Python's reference counts do not see."""
+"""Kept forever, or as long as an owner: a captured step reads these tables by address, which Python's reference counts
+do not see."""
 
 
 @functools.lru_cache(maxsize=4096)

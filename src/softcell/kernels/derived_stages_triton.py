@@ -7,6 +7,7 @@ block, or by programs that loop over rows.
 
 from dataclasses import replace
 
+import torch
 import triton
 
 from softcell.kernels.backend import padded
@@ -178,13 +179,16 @@ class Lowering(Pass):
         aligned = (rows if external else size[0] * size[1]) % b.lower_rows == 0
         aligned = aligned and (external or b.lower_rows % size[1] == 0)
         programs = min(triton.cdiv(rows, b.lower_rows), max(1, MULTIPROCESSORS * b.tile_programs // len(jobs)))
+        # Rows of `more` are prefetched as well: three of 128 rows in float32 take 256 KB of shared memory.
+        large = more is not None and b.lower_rows > 64 and self.dtype == torch.float32
+        in_flight = min(2, b.tile_stages) if large else b.tile_stages
         self.schedule.launch(
             _lower_tiles, (programs + triton.cdiv(outside, b.lower_rows), len(jobs)), g, y, self.parameters,
             self._scales(), self.slopes, x or y, more or y, lowered.tensor, dy, self.schedule.table(jobs), rows,
             programs, self.n, size=self._plane_size(y), planes=self.program.planes, HEIGHT=size[0], WIDTH=size[1],
             BORDER=lowered.border, to_size=lowered.size, dy_size=rows * self.pitch, C=c, FAN_IN=fan_in,
             PITCH=fan_in if external else self.pitch, DY_PITCH=self.pitch, EXTERNAL=external, WEIGHTS=self.weights_unit,
-            BLOCK_M=b.lower_rows, BLOCK_N=padded(c), BLOCK_K=block_k, STAGES=b.tile_stages, PULLED=pulled,
+            BLOCK_M=b.lower_rows, BLOCK_N=padded(c), BLOCK_K=block_k, STAGES=in_flight, PULLED=pulled,
             ALIGNED=aligned, DROPS=drops, ADDS=more is not None, PRECISION=self.precision, num_warps=b.lower_warps,
             **at_most(b.tile_registers),
         )  # fmt: skip

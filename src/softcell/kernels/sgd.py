@@ -16,7 +16,7 @@ from torch import Tensor
 from softcell.kernels.backend import KeptTable, runs_triton, triton_kernels
 
 ROOM = 64
-"""Tables that are kept: steps that update changing sets of parameters are not worth one each."""
+"""Tables that are kept, those used last: steps that update changing sets of parameters are not worth one each."""
 _tables: dict[tuple[object, ...], KeptTable] = {}
 
 
@@ -59,8 +59,10 @@ def sgd_step(
         sgd_step_reference(parameters, gradients, momenta, lr, *given)
         return
     vector = torch.cat(runs) if len(runs) > 1 else runs[0]
-    found.await_copy()
+    found.await_copy(parameters[0])
     triton_kernels("sgd").sgd_step(vector, found.tensor, lr, *given)
+    # As operations of torch do: a graph from before the step must fail, since its weights are others now.
+    torch.autograd.graph.increment_version([*parameters, *momenta])
 
 
 def sgd_step_reference(
@@ -117,14 +119,15 @@ def _table(parameters: Sequence[Tensor], momenta: Sequence[Tensor]) -> KeptTable
     """
     sizes = tuple(p.numel() for p in parameters)
     key = (*(p.data_ptr() for p in parameters), *(m.data_ptr() for m in momenta), *sizes, parameters[0].device)
-    found = _tables.get(key)
+    found = _tables.pop(key, None)
     if found is not None:
+        _tables[key] = found  # used last
         return found
     device = parameters[0].device
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         return None
     if len(_tables) >= ROOM:
-        _tables.clear()
+        del _tables[next(iter(_tables))]
     block, rows, start = triton_kernels("sgd").BLOCK, [], 0
     for p, m, size in zip(parameters, momenta, sizes, strict=True):
         for at in range(0, size, block):

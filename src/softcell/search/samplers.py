@@ -22,6 +22,7 @@ from softcell.engine.optim import apply_gradients, load_optimiser, rate_at, set_
 from softcell.engine.reduce import gradients_of
 from softcell.engine.session import Session, computing_in, forked_rng, in_precision
 from softcell.errors import UserError
+from softcell.kernels.backend import current_settings
 from softcell.kernels.shared import norms_of
 from softcell.methods import Sampler, UntrainedSampler
 from softcell.nn.norm import running_statistics
@@ -31,6 +32,7 @@ from softcell.search.genotypes import line
 from softcell.search.guide import probe, read_gauges
 from softcell.search.recipe import SearchRecipe
 from softcell.spaces import Network, Shape, Space
+from softcell.spaces.training import compile_network, network_cells, warn_if_unfused
 
 
 class IndependentTask:
@@ -65,6 +67,7 @@ class IndependentTask:
         self._network: Network | None = None
         self._optimiser: torch.optim.SGD | None = None
         self._run: Step | None = None  # captured again for each architecture
+        self._is_compiled = False  # whether the kernels of the current network are
         if budget is not None:
             self._propose()  # raises before there is a run folder if no draw meets the budget
 
@@ -93,20 +96,31 @@ class IndependentTask:
 
     def step(self, batch: Draft) -> None:
         assert self._run is not None
+        if not self._is_compiled:
+            self._compile()
         self._run(*batch)
+
+    def _compile(self) -> None:
+        """Compile the kernels of fused cells before the first step of a network."""
+        self._is_compiled, recipe = True, self.recipe
+        assert self._network is not None
+        if recipe.fused:
+            sizes = (self._weights.batch_size, self._held.batch_size)
+            compile_network(self._network, *sizes, recipe.precision, recipe.norms, self.world, self._notify_once)
 
     def _learn(self, *draft: Tensor) -> None:
         """One training step of the current network; it can be captured."""
         assert self._network is not None and self._optimiser is not None
-        batch, clip = self._weights.finish(*draft), self.recipe.weights.clip
+        clip, by_kernel = self.recipe.weights.clip, self.recipe.fused and current_settings().batch_kernels
         parameters, norms = list(self._network.parameters()), self.recipe.norms
-        with norms_of(norms):
+        with network_cells(self.recipe.fused), norms_of(norms):
+            batch = self._weights.finish(*draft, by_kernel=by_kernel)
             result: Evaluated = self.objective(self._network, batch.images, batch.labels)
             also = running_statistics([self._network]) if norms == "local" and self.world.size > 1 else []
             found = gradients_of(result.loss, parameters, self.world, also=also)
         apply_gradients(self._optimiser, parameters, found.means, self.world, clip, averaged=True)
         logits = None if result.logits is None else result.logits.detach()
-        self._tally.update(result.loss.detach(), logits, batch.labels)
+        self._tally.update(result.loss.detach(), logits, batch.labels, by_kernel=by_kernel)
 
     def end_epoch(self, epoch: int) -> dict[str, Any]:
         assert self._network is not None and self._optimiser is not None
@@ -127,7 +141,8 @@ class IndependentTask:
                 )
         if own + 1 == self.recipe.epochs:
             self._network.eval()
-            held = measure(self._network, self._held.epoch(0), self.world)
+            with network_cells(self.recipe.fused):
+                held = measure(self._network, self._held.epoch(0), self.world)
             self._scores.append(held.accuracy)
             metrics |= {
                 "val_loss": held.loss,
@@ -198,6 +213,9 @@ class IndependentTask:
 
     def _build(self, number: int, genotype: Genotype) -> None:
         self._network = self._session.place(self.space.network(genotype, self._shape, self._num_classes))
+        self._is_compiled = False
+        if self.recipe.fused:
+            warn_if_unfused(self._network, self.recipe.precision, self.world, self._notify_once)
         broadcast_module(self._network, self.world)
         w = self.recipe.weights
         self._optimiser = sgd(

@@ -47,7 +47,7 @@ from softcell.search.steps import StepState, bilevel, single_level, unrolled, we
 from softcell.search.supernet import Validation, measure_child
 from softcell.spaces import Supernet
 from softcell.spaces.cell import MixedCell
-from softcell.spaces.execution import can_fuse, modules_only
+from softcell.spaces.execution import NO_TRITON, can_fuse, modules_only
 
 
 class SearchTask:
@@ -436,10 +436,7 @@ def warn_if_unfused(recipe: SearchRecipe, supernet: Supernet, world: World, noti
     if not wanted or world.device.type != "cuda" or can_fuse():
         return
     if any(isinstance(module, MixedCell) and module.has_fused_form() for module in supernet.modules()):
-        notify(
-            "Triton is not installed: cells run module by module, several times slower than fused ones "
-            "(`pip install triton`, on Linux)"
-        )
+        notify(NO_TRITON)
 
 
 def _architecture_optimiser(recipe: SearchRecipe, method: Method, world: World) -> torch.optim.Optimizer:

@@ -35,6 +35,10 @@ _MODULES_ONLY: ContextVar[bool] = ContextVar("modules_only", default=False)
 _LITERAL: ContextVar[bool] = ContextVar("literal_modules", default=False)
 _NETWORKS: ContextVar[bool] = ContextVar("fused_networks", default=False)
 
+NO_TRITON = (
+    "Triton is not installed: cells run module by module, more slowly than fused ones (`pip install triton`, on Linux)"
+)
+
 
 class Execution(Enum):
     """The executors of a mixed cell."""
