@@ -182,31 +182,37 @@ class _Indicator:
         found: tuple[Tensor, ...] = self._counter.as_kernel("indicate", launches, self._forward)(x, laid, form, keeps)
         return found
 
+    def forward_again(
+        self, x: Tensor, laid: indicator.Laid, form: indicator.Form, attention: Tensor
+    ) -> tuple[Tensor, ...]:
+        self._counter.found["indicate"] += 1
+        return self._unread(attention.new_empty(attention.shape[0], *x.shape[1:], dtype=x.dtype), attention)
+
     def backward(self, x: Tensor, laid: indicator.Laid, form: indicator.Form, *more: Any) -> Any:
-        # Three kernels, a sum, a conversion; for whole maps one more kernel and two products.
-        launches = 8 if form.is_flat(x) else 5
+        # Three kernels and a sum; for whole maps one more kernel, two products and two copies.
+        launches = 9 if form.is_flat(x) else 4
         return self._counter.as_kernel("indicate_gradient", launches, self._backward)(x, laid, form, *more)
 
     def _forward(self, x: Tensor, laid: indicator.Laid, form: indicator.Form, keeps: bool) -> tuple[Tensor, ...]:
         out, attention = indicator.indicate_reference(x, laid, form)
-        return (
-            out,
-            attention,
-            torch.empty_like(out),
-            torch.empty_like(out),
-            attention.new_empty(2, *attention.shape[:2]),
-        )
+        return out, attention, *self._unread(out, attention)
+
+    def _unread(self, out: Tensor, attention: Tensor) -> tuple[Tensor, ...]:
+        """What the forward pass keeps, and the twin does not read."""
+        return torch.empty_like(out), torch.empty_like(out), attention.new_empty(2, *attention.shape[:2])
 
     def _backward(
         self, x: Tensor, laid: indicator.Laid, form: indicator.Form, attention: Tensor, *kept: Tensor | None
-    ) -> tuple[Tensor, list[Tensor]]:
+    ) -> tuple[Tensor, Tensor]:
         *_, gradient, towards = kept
         given = [one.detach().requires_grad_() for one in (x, *laid)]
         with torch.enable_grad():
             outputs = indicator.indicate_reference(given[0], indicator.Laid(*given[1:]), form)
         pulls = (gradient, torch.zeros_like(attention) if towards is None else towards)
         dx, *rest = torch.autograd.grad(outputs, given, pulls, materialize_grads=True)
-        return dx, rest
+        found = indicator.Laid(*rest)
+        # The gradient of a shift that all maps share is counted once.
+        return dx, indicator.vector(found._replace(shift=found.shift / laid.positions.shape[1]))
 
 
 class _Calibrate:

@@ -5,6 +5,7 @@ TRITON_INTERPRET=1 pytest tests/kernels/test_kernel_indicator.py
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import pytest
@@ -14,7 +15,9 @@ from torch import Tensor
 from softcell.kernels import indicator
 from softcell.kernels.backend import triton_kernels
 from softcell.kernels.indicator import Form, Laid, fits, indicate, indicate_reference
+from softcell.methods.itnas import ItMix, ItNas, ItNasSettings
 from softcell.methods.itnas.transformer import LiteEnsemble, LiteTransformer, by_position, order_of
+from softcell.spaces import build_space
 from tests.helpers.kernel_runs import DEVICE, INTERPRETED, MARKS
 
 pytestmark = MARKS
@@ -215,6 +218,138 @@ def test_an_ensemble_on_the_kernels_matches_separate_runs(
         found.append([*(y for y, _ in answers), *torch.autograd.grad(loss, wanted, create_graph=again)])
     for mine, theirs in zip(*found, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-4 * float(theirs.detach().abs().max()) + 1e-6)
+
+
+def ensemble_of(sizes: tuple[int, ...], **settings: Any) -> tuple[LiteEnsemble, list[LiteTransformer]]:
+    """Groups of these sizes on maps of [4, 8, 8], with one token of zeros of five."""
+    torch.manual_seed(0)
+    modules = [LiteTransformer((4, 8, 8), 5, width=8, **settings).to(DEVICE) for _ in range(sum(sizes))]
+    with torch.no_grad():
+        for parameter in (p for module in modules for p in module.parameters()):
+            parameter.add_(0.3 * torch.randn_like(parameter))
+    rest = iter(modules)
+    return LiteEnsemble([[next(rest) for _ in range(size)] for size in sizes], (0, 2, 3, 4, 5, 1), 4), modules
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["plain", "with create_graph"])
+@pytest.mark.parametrize("recomputes", [False, True])
+@pytest.mark.parametrize(("token_norm", "pool"), [(True, 4), (False, 4), (False, None)])
+def test_gradients_in_one_piece_are_those_of_separate_fields(
+    again: bool, recomputes: bool, token_norm: bool, pool: int | None
+) -> None:
+    sizes = (2, 1, 1)
+    ensemble, modules = ensemble_of(sizes, token_norm=token_norm, pool=pool)
+    maps = [[torch.randn(2, 4, 8, 8, device=DEVICE).requires_grad_() for _ in range(4 * size)] for size in sizes]
+    wanted = [x for own in maps for x in own] + [p for module in modules for p in module.parameters()]
+    assert ensemble.runs_whole(maps[0], torch.float32)
+    found = []
+    for whole in (True, False):
+        laid = ensemble.lay_whole(torch.float32) if whole else [(own, None) for own in ensemble.lay(torch.float32)]
+        assert all((own is not None) is whole for _, own in laid)
+        answers = [  # the last group does not run
+            ensemble(own, maps[i], one, recomputes and one is not None) for i, (own, one) in enumerate(laid[:2])
+        ]
+        loss = sum(y.square().sum() + (row**3).sum() for y, row in answers)
+        first = torch.autograd.grad(loss, wanted, create_graph=again, materialize_grads=True)
+        bend = sum(part.square().sum() for part in first) if again else None
+        more = () if bend is None else torch.autograd.grad(bend, wanted, materialize_grads=True)
+        found.append([*(part for answer in answers for part in answer), *first, *more])
+    for mine, theirs in zip(*found, strict=True):
+        scale = (1e-3 if again else 1e-5) * float(theirs.detach().abs().max())  # second derivatives cancel
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=scale + 1e-6)
+
+
+@pytest.mark.parametrize("token_norm", [True, False])
+def test_maps_that_are_combined_again_give_the_same_bits_and_are_kept_alone(token_norm: bool) -> None:
+    pool = 4 if token_norm else None
+    ensemble, modules = ensemble_of((2,), token_norm=token_norm, pool=pool)
+    maps = [torch.randn(2, 4, 8, 8, device=DEVICE).requires_grad_() for _ in range(8)]
+    found = []
+    for again in (False, True):
+        ((laid, whole),) = ensemble.lay_whole(torch.float32)
+        assert whole is not None
+        known, extra = {x.data_ptr() for x in (*maps, *laid, whole)}, list[int]()
+
+        def pack(
+            x: Tensor, known: Collection[int] = frozenset(known), extra: list[int] = extra
+        ) -> Tensor:  # bound now: the loop replaces both
+            extra += [x.numel()] if x.data_ptr() not in known else []
+            return x
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+            output, attention = ensemble(laid, maps, whole, again)
+        assert (sum(extra) == attention.numel()) is again, "the attention alone is kept"
+        loss = output.square().sum() + (attention**3).sum()
+        wanted = [*maps, *(p for module in modules for p in module.parameters())]
+        found.append([output, attention, *torch.autograd.grad(loss, wanted)])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize(
+    "own",
+    [{}, {"recompute": False}, {"shared": True, "feed_forward": False}, {"tokens": "flat", "token_norm": False}],
+    ids=str,
+)
+def test_a_supernet_on_the_kernels_has_the_gradients_of_separate_transformers(
+    own: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    supernet = build_space("nb201", {"cells_per_stage": 1, "channels": 4}).supernet((1, 8, 8), 3).to(DEVICE)
+    method = ItNas.for_supernet(ItNasSettings(pool=2, width=8, **own), supernet).to(DEVICE)
+    images = torch.randn(3, 1, 8, 8, device=DEVICE)
+    wanted = [p for p in (*supernet.parameters(), *method.parameters()) if p.requires_grad]
+    found = []
+    for plain in (False, True):
+        if plain:
+            monkeypatch.setattr(LiteEnsemble, "serves", lambda ensemble, maps: False)
+        mix = method.relax()
+        logits = supernet.eval()(images, mix)
+        assert isinstance(mix, ItMix) and len(mix._whole) == (0 if plain else len(method.ensembles))
+        assert plain or all(whole is not None for groups in mix._whole.values() for whole in groups)
+        loss = logits.square().sum() + sum(mix.rows.mean(t.name).square().sum() for t in method.layout.tables)
+        assert isinstance(loss, Tensor)
+        found.append([logits.detach(), *torch.autograd.grad(loss, wanted, materialize_grads=True)])
+    for mine, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-4 * float(theirs.abs().max()) + 1e-6)
+
+
+def test_maps_learn_from_kernels_where_lite_transformers_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weight steps of a bilevel search relax without gradients."""
+    torch.manual_seed(0)
+    supernet = build_space("nb201", {"cells_per_stage": 1, "channels": 4}).supernet((1, 8, 8), 3).to(DEVICE)
+    method = ItNas.for_supernet(ItNasSettings(pool=2, width=8), supernet).to(DEVICE)
+    images, found = torch.randn(3, 1, 8, 8, device=DEVICE), []
+    wanted = [*supernet.parameters(), *method.parameters()]
+    for plain in (False, True):
+        if plain:
+            monkeypatch.setattr(LiteEnsemble, "serves", lambda ensemble, maps: False)
+        with torch.no_grad():
+            mix = method.relax()
+        loss = supernet.eval()(images, mix).square().sum()
+        found.append(torch.autograd.grad(loss, wanted, allow_unused=True))
+    own = len(list(supernet.parameters()))
+    assert all(gradient is None for gradients in found for gradient in gradients[own:])
+    for mine, theirs in zip(found[0][:own], found[1][:own], strict=True):
+        assert theirs is not None
+        torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-4 * float(theirs.abs().max()) + 1e-6)
+
+
+def test_only_maps_that_fit_after_stacking_get_gradients_in_one_piece() -> None:
+    """The kernels that combine maps again have no plain form to fall back to."""
+    ensemble, _ = ensemble_of((1,))
+    maps = [torch.zeros(1, 4, 8, 8, device=DEVICE, dtype=torch.bfloat16)]
+    assert ensemble.runs_whole(maps, torch.float32)
+    assert not ensemble.runs_whole(maps, torch.float64)
+
+
+def test_weights_in_low_precision_are_those_of_separate_conversions() -> None:
+    ensemble, _ = ensemble_of((2, 1))
+    for (mine, whole), theirs in zip(ensemble.lay_whole(torch.bfloat16), ensemble.lay(torch.bfloat16), strict=True):
+        assert whole is not None and whole.dtype == torch.float32 and whole.requires_grad
+        assert not any(part.requires_grad for part in mine)
+        assert all(part.is_contiguous() for part in (*mine, *theirs)), "kernels would copy them for every group"
+        for a, b in zip(mine, theirs, strict=True):
+            assert a.dtype == b.dtype and torch.equal(a, b)
 
 
 @pytest.mark.parametrize(

@@ -95,3 +95,17 @@ def test_maps_in_low_precision_are_weighed_in_high_precision() -> None:
     for i, (y, a) in enumerate(alone):
         torch.testing.assert_close(attention[i], a, rtol=1e-5, atol=1e-6)
         assert float((output[i].float() - y.float()).norm() / y.float().norm()) < 0.02
+
+
+def test_gradients_of_weights_keep_their_precision_under_autocast() -> None:
+    """A step makes its backward pass within autocast, which would round the factors of products."""
+    modules = [module.float() for module in make((4, 8, 8), 2, 4)]
+    ensemble = LiteEnsemble([modules], [0, 2, 3, 4, 5, 1], 4)
+    found = []
+    for enabled in (True, False):
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled, cache_enabled=False):
+            (laid,) = ensemble.lay(torch.float32)
+            loss = laid.itself.square().sum() + laid.asked.square().sum() + laid.own_value.square().sum()
+            wanted = [module.get_parameter(name) for module in modules for name in ("query.weight", "value.weight")]
+            found.append([laid.asked, *torch.autograd.grad(loss, wanted)])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))

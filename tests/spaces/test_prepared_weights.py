@@ -16,6 +16,7 @@ from softcell.arch.notation import from_nb201
 from softcell.kernels.backend import cell_settings
 from softcell.kernels.cell import readers
 from softcell.kernels.taps import compose
+from softcell.methods.itnas import ItNas, ItNasSettings
 from softcell.spaces import Supernet, _executors, _fused_cell, build_space, execution
 from softcell.spaces._fused_cell import FusedCell, prepare
 from softcell.spaces.execution import fused_networks, is_modules_only, modules_only
@@ -84,6 +85,35 @@ def test_cells_that_share_launches_have_the_same_bits(
     expected = results(alone, autocast=autocast)
     assert calls == [1, 1, 1]
     assert len(mine) == len(expected)
+    assert all(torch.equal(a, b) for a, b in zip(mine, expected, strict=True))
+
+
+@pytest.mark.parametrize(("paths", "num_prepared"), [("all", 9), ("single", None)])
+def test_programs_with_separate_outputs_share_launches(
+    paths: Any, num_prepared: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """IT-NAS combines the outputs of candidates itself: three nodes of every cell have one program each."""
+    monkeypatch.setattr(execution, "kernels_serve", lambda x: not is_modules_only())
+    supernet, images = supernet_of("nb201"), torch.randn(4, 3, 8, 8)
+    method = ItNas.for_supernet(ItNasSettings(paths=paths), supernet)
+    buffers, calls, found = copy.deepcopy(dict(supernet.named_buffers())), list[int](), list[list[Tensor]]()
+
+    def noted(cells: Any, x: Tensor) -> Any:
+        calls.append(len(cells))
+        return prepare(cells, x)
+
+    monkeypatch.setattr("softcell.spaces._fused_cell.prepare", noted)
+    for _ in range(2):
+        supernet.load_state_dict(buffers, strict=False)
+        with torch.autocast("cpu", torch.bfloat16):
+            logits = supernet(images, method.relax())
+        wanted = [*supernet.parameters(), *method.parameters()]
+        gradients = torch.autograd.grad(logits.float().square().sum(), wanted, materialize_grads=True)
+        found.append([logits.detach(), *gradients, *(buffer.clone() for buffer in supernet.buffers())])
+        monkeypatch.setattr(_executors, "prepared", lambda cells, x: nullcontext())
+    (together, *alone), (mine, expected) = calls, found
+    assert together == len(alone) and set(alone) == {1}, "what runs is prepared, and nothing else"
+    assert num_prepared in (None, together)
     assert all(torch.equal(a, b) for a, b in zip(mine, expected, strict=True))
 
 

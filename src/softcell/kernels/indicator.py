@@ -13,6 +13,7 @@ the kernels then need no positions and no pooling, and a fourth launch sums the 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -58,6 +59,32 @@ class Laid(NamedTuple):
 
 UNREAD = ("shift", "itself", "zeros")
 """Fields that the backward pass does not read."""
+COLUMNS = (
+    *("attention_scale", "attention_shift", "ffn_scale", "ffn_shift", "widen_bias", "narrow_bias", "narrow", "widen"),
+    *("value", "itself", "shift", "zeros", "asked", "positions", "own", "own_value"),
+)
+"""The order of the fields in a `vector`: what the kernels sum over images comes first."""
+
+
+def widths(laid: Laid) -> dict[str, int]:
+    """The length of each field in a `vector`, in its order; `shift` is repeated for every map."""
+    found = {name: getattr(laid, name)[0].numel() for name in COLUMNS}
+    return {**found, "shift": laid.positions.shape[1]}
+
+
+def vector(laid: Laid) -> Tensor:
+    """All parameters of each edge as one vector [g, w].
+
+    Its gradient is one tensor for all fields, whereas each field of its own costs a few launches per group of edges.
+    """
+    shift = laid.shift.flatten(1).expand(-1, laid.positions.shape[1])
+    return torch.cat([getattr(laid._replace(shift=shift), name).flatten(1) for name in COLUMNS], 1)
+
+
+def columns(given: Tensor, laid: Laid) -> dict[str, Tensor]:
+    """The fields of a vector [g, w], each [g, columns]; laid: gives their sizes."""
+    own = widths(laid)
+    return dict(zip(own, torch.split(given, list(own.values()), 1), strict=True))
 
 
 class Form(NamedTuple):
@@ -75,13 +102,37 @@ class Form(NamedTuple):
         return self.token_eps is None and self.sides == tuple(x.shape[2:4])
 
 
-def indicate(x: Tensor, laid: Laid, form: Form) -> tuple[Tensor, Tensor]:
-    """Maps [g·m, n, h, w, c], m per edge, to outputs [g, n, h, w, c] and attention [g, n, 1 + m + zeros]."""
+def indicate(x: Tensor, laid: Laid, form: Form, whole: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Maps [g·m, n, h, w, c], m per edge, to outputs [g, n, h, w, c] and attention [g, n, 1 + m + zeros].
+
+    whole: the `vector` of `laid`, if its parameters get their gradients through it; `laid` has none then.
+    """
+    if runs_kernels(x, form):
+        given = (x, *laid) if whole is None else (x, whole)
+        keeps = torch.is_grad_enabled() and any(one.requires_grad for one in given)
+        return _Indicate.apply(form, keeps, x, whole, *laid)  # type: ignore[no-any-return, no-untyped-call]
+    return indicate_reference(x, laid if whole is None else _unpacked(whole, laid), form)
+
+
+def indicate_again(maps: Sequence[Tensor], laid: Laid, form: Form, whole: Tensor | None) -> tuple[Tensor, Tensor]:
+    """`indicate` of separate maps [n, h, w, c], of which only they and the attention are kept, for `runs_kernels`.
+
+    The backward pass stacks and combines the maps again, which needs no logits and stores no output.
+    """
+    return _IndicateAgain.apply(form, whole, *laid, *maps)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def _unpacked(whole: Tensor, like: Laid) -> Laid:
+    """The reverse of `vector`, in the shapes and dtypes of `like`."""
+    own = columns(whole, like)
+    own["shift"] = own["shift"][:, :1]  # all are equal
+    return Laid(*(own[name].reshape(one.shape).to(one.dtype) for name, one in zip(Laid._fields, like, strict=True)))
+
+
+def runs_kernels(x: Tensor, form: Form) -> bool:
+    """Whether `indicate` runs the Triton kernels for maps like x [g·m, n, h, w, c]."""
     # torch.compile generates kernels from the plain form; a Triton call here would break its graph.
-    if fits(x, form) and not torch.compiler.is_compiling():
-        keeps = torch.is_grad_enabled() and any(one.requires_grad for one in (x, *laid))
-        return _Indicate.apply(form, keeps, x, *laid)  # type: ignore[no-any-return, no-untyped-call]
-    return indicate_reference(x, laid, form)
+    return fits(x, form) and not torch.compiler.is_compiling()
 
 
 def fits(x: Tensor, form: Form) -> bool:
@@ -148,34 +199,88 @@ class _Indicate(torch.autograd.Function):
     """`indicate` by Triton kernels; keeps: whether a backward pass will follow."""
 
     @staticmethod
-    def forward(ctx: Any, form: Form, keeps: bool, x: Tensor, *laid: Tensor) -> tuple[Tensor, Tensor]:
-        given = Laid(*(part.contiguous() for part in laid))
-        out, attention, *kept = triton_kernels("indicator").forward(x.contiguous(), given, form, keeps)
+    def forward(
+        ctx: Any, form: Form, keeps: bool, x: Tensor, whole: Tensor | None, *laid: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        out, attention, *kept = triton_kernels("indicator").forward(x.contiguous(), _dense(laid), form, keeps)
         ctx.form = form
         ctx.set_materialize_grads(False)  # the gradient of the attention is rarely needed
         # The original tensors: second derivatives would not flow through copies.
-        ctx.save_for_backward(x, *laid, attention, *kept)
+        ctx.save_for_backward(x, whole, *laid, attention, *kept)
         return out, attention
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor | None, towards: Tensor | None) -> tuple[Tensor | None, ...]:
-        x, *rest = ctx.saved_tensors
-        laid, (attention, inside, normed, scales) = rest[: len(Laid._fields)], rest[len(Laid._fields) :]
-        if torch.is_grad_enabled():  # only the twin supports second derivatives
+        x, whole, *rest = ctx.saved_tensors
+        laid, (attention, *kept) = Laid(*rest[: len(Laid._fields)]), rest[len(Laid._fields) :]
+        with torch.autocast(x.device.type, enabled=False):  # as in the forward pass
+            if torch.is_grad_enabled():  # only the twin supports second derivatives
+                return None, None, *_differentiable_backward(ctx.form, x, whole, laid, [gradient, towards])
+            return None, None, *_backward(ctx.form, x.contiguous(), whole, laid, attention, kept, gradient, towards)
 
-            def twin(own: Tensor, *parts: Tensor) -> tuple[Tensor, Tensor]:
-                return indicate_reference(own, Laid(*parts), ctx.form)
 
-            return None, None, *by_twin(twin, (x, *laid), [gradient, towards])
-        gradient = torch.zeros_like(inside) if gradient is None else gradient.contiguous()
-        given = Laid(
-            *(part if name in UNREAD else part.contiguous() for name, part in zip(Laid._fields, laid, strict=True))
-        )
-        kernels, towards = triton_kernels("indicator"), None if towards is None else towards.contiguous()
-        dx, dlaid = kernels.backward(
-            x.contiguous(), given, ctx.form, attention, inside, normed, scales, gradient, towards
-        )
-        return None, None, dx, *dlaid
+class _IndicateAgain(torch.autograd.Function):
+    """`indicate_again`; its arguments in the order of autograd, maps last."""
+
+    @staticmethod
+    def forward(ctx: Any, form: Form, whole: Tensor | None, *given: Tensor) -> tuple[Tensor, Tensor]:
+        laid, maps = given[: len(Laid._fields)], given[len(Laid._fields) :]
+        out, attention, *_ = triton_kernels("indicator").forward(torch.stack(maps), _dense(laid), form, False)
+        ctx.form = form
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(whole, attention, *given)
+        return out, attention
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor | None, towards: Tensor | None) -> tuple[Tensor | None, ...]:
+        form, (whole, attention, *given) = ctx.form, ctx.saved_tensors
+        laid, maps = Laid(*given[: len(Laid._fields)]), given[len(Laid._fields) :]
+        with torch.autocast(attention.device.type, enabled=False):
+            x = torch.stack(maps)
+            if torch.is_grad_enabled():
+                dx, *rest = _differentiable_backward(form, x, whole, laid, [gradient, towards])
+            else:
+                kept = triton_kernels("indicator").forward_again(x, _dense(laid), form, attention)
+                dx, *rest = _backward(form, x, whole, laid, attention, kept, gradient, towards)
+        return None, *rest, *([None] * len(maps) if dx is None else dx.unbind())
+
+
+def _dense(laid: Sequence[Tensor]) -> Laid:
+    return Laid(*(part.contiguous() for part in laid))
+
+
+def _backward(
+    form: Form,
+    x: Tensor,
+    whole: Tensor | None,
+    laid: Laid,
+    attention: Tensor,
+    kept: Sequence[Tensor],
+    gradient: Tensor | None,
+    towards: Tensor | None,
+) -> tuple[Tensor | None, ...]:
+    """The gradients of maps, vector and fields by the kernels; kept: what `forward` returns for it."""
+    gradient = torch.zeros_like(kept[0]) if gradient is None else gradient.contiguous()
+    given = Laid(*(p if name in UNREAD else p.contiguous() for name, p in zip(Laid._fields, laid, strict=True)))
+    towards = None if towards is None else towards.contiguous()
+    dx, found = triton_kernels("indicator").backward(x, given, form, attention, *kept, gradient, towards)
+    if whole is not None:
+        return dx, found, *[None] * len(laid)
+    exact, low = columns(found, laid), columns(found.to(x.dtype), laid)
+    exact["shift"] = low["shift"] = exact["shift"].sum(1)
+    own = ((low if part.dtype == x.dtype else exact)[name] for name, part in zip(Laid._fields, laid, strict=True))
+    return dx, None, *(one.reshape(part.shape) for one, part in zip(own, laid, strict=True))
+
+
+def _differentiable_backward(
+    form: Form, x: Tensor, whole: Tensor | None, laid: Laid, grads: Sequence[Tensor | None]
+) -> tuple[Tensor | None, ...]:
+    """The gradients of maps, vector and fields by the twin: they can be differentiated again."""
+    if whole is None:
+        dx, *rest = by_twin(lambda own, *parts: indicate_reference(own, Laid(*parts), form), (x, *laid), grads)
+        return dx, None, *rest
+    found = by_twin(lambda own, given: indicate_reference(own, _unpacked(given, laid), form), (x, whole), grads)
+    return *found, *[None] * len(laid)
 
 
 class _ScaledAndShifted(torch.autograd.Function):

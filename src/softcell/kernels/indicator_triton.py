@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from softcell.kernels.backend import padded
-from softcell.kernels.indicator import wide
+from softcell.kernels.indicator import columns, wide, widths
 
 BLOCK = 256
 """Positions × channels of the IT's map that a program sums over images."""
@@ -75,7 +75,9 @@ def _forward(
     M: tl.constexpr, Z: tl.constexpr, H: tl.constexpr, W: tl.constexpr, R: tl.constexpr, Q: tl.constexpr,
     C: tl.constexpr, INNER: tl.constexpr, PB: tl.constexpr, CB: tl.constexpr, TB: tl.constexpr, IB: tl.constexpr,
     MB: tl.constexpr, ZB: tl.constexpr, NORM: tl.constexpr, FLAT: tl.constexpr, KEEPS: tl.constexpr,
+    AGAIN: tl.constexpr,
 ):  # fmt: skip
+    """AGAIN: the attention is known, and only what the backward pass needs is stored."""
     P: tl.constexpr = H * W
     T: tl.constexpr = R * Q
     number = tl.program_id(0)
@@ -89,31 +91,35 @@ def _forward(
     maps = x_ptr + ((g * M * samples + number % samples).to(tl.int64) * (P * C))
     step = samples.to(tl.int64) * (P * C)
 
-    asked = tl.load(asked_ptr + g * (T * C) + spot, mask=here, other=0.0)
     k_map, k_zero = tl.arange(0, MB), tl.arange(0, ZB)
-    logits = tl.full((MB,), float("-inf"), dtype=tl.float32)
-    if FLAT:
-        for k in range(M):
-            x = tl.load(maps + k * step + at, mask=ok, other=0.0).to(tl.float32)
-            logits = tl.where(k_map == k, _total(x * asked) + tl.load(positions_ptr + g * M + k), logits)
-    else:
-        windows = _windows(PB, TB, H, W, R, Q)
-        shift = tl.load(shift_ptr + g)
-        for k in range(M):
-            x = tl.load(maps + k * step + at, mask=ok, other=0.0)
-            position = tl.load(positions_ptr + (g * M + k) * (T * C) + spot, mask=here, other=0.0)
-            token, _ = _token(x, windows, position, here, token_eps, R * Q / (H * W), T * C, NORM)
-            logits = tl.where(k_map == k, _total(token * asked) + shift, logits)
-    itself = tl.load(itself_ptr + g)
-    zeros = tl.load(zeros_ptr + g * Z + k_zero, mask=k_zero < Z, other=float("-inf"))
-    largest = tl.maximum(tl.maximum(itself, tl.max(logits, 0)), tl.max(zeros, 0))
-    to_itself, to_maps, to_zeros = tl.exp(itself - largest), tl.exp(logits - largest), tl.exp(zeros - largest)
-    total = to_itself + tl.sum(to_maps, 0) + tl.sum(to_zeros, 0)
-    to_itself, to_maps, to_zeros = to_itself / total, to_maps / total, to_zeros / total
     row = attention_ptr + number * (1 + M + Z)
-    tl.store(row, to_itself)
-    tl.store(row + 1 + k_map, to_maps, mask=k_map < M)
-    tl.store(row + 1 + M + k_zero, to_zeros, mask=k_zero < Z)
+    if AGAIN:
+        to_itself = tl.load(row)
+        to_maps = tl.load(row + 1 + k_map, mask=k_map < M, other=0.0)
+    else:
+        asked = tl.load(asked_ptr + g * (T * C) + spot, mask=here, other=0.0)
+        logits = tl.full((MB,), float("-inf"), dtype=tl.float32)
+        if FLAT:
+            for k in range(M):
+                x = tl.load(maps + k * step + at, mask=ok, other=0.0).to(tl.float32)
+                logits = tl.where(k_map == k, _total(x * asked) + tl.load(positions_ptr + g * M + k), logits)
+        else:
+            windows = _windows(PB, TB, H, W, R, Q)
+            shift = tl.load(shift_ptr + g)
+            for k in range(M):
+                x = tl.load(maps + k * step + at, mask=ok, other=0.0)
+                position = tl.load(positions_ptr + (g * M + k) * (T * C) + spot, mask=here, other=0.0)
+                token, _ = _token(x, windows, position, here, token_eps, R * Q / (H * W), T * C, NORM)
+                logits = tl.where(k_map == k, _total(token * asked) + shift, logits)
+        itself = tl.load(itself_ptr + g)
+        zeros = tl.load(zeros_ptr + g * Z + k_zero, mask=k_zero < Z, other=float("-inf"))
+        largest = tl.maximum(tl.maximum(itself, tl.max(logits, 0)), tl.max(zeros, 0))
+        to_itself, to_maps, to_zeros = tl.exp(itself - largest), tl.exp(logits - largest), tl.exp(zeros - largest)
+        total = to_itself + tl.sum(to_maps, 0) + tl.sum(to_zeros, 0)
+        to_itself, to_maps, to_zeros = to_itself / total, to_maps / total, to_zeros / total
+        tl.store(row, to_itself)
+        tl.store(row + 1 + k_map, to_maps, mask=k_map < M)
+        tl.store(row + 1 + M + k_zero, to_zeros, mask=k_zero < Z)
 
     mixed = tl.zeros((PB, CB), dtype=tl.float32)
     for k in range(M):
@@ -148,9 +154,10 @@ def _forward(
         tl.store(normed_ptr + to, y, mask=ok)
         tl.store(scales_ptr + number, rstd1)
         tl.store(scales_ptr + tl.num_programs(0) + number, rstd2)
-    scale = tl.load(scale2_ptr + g * C + c, mask=c < C, other=0.0).to(tl.float32)
-    add = tl.load(shift2_ptr + g * C + c, mask=c < C, other=0.0).to(tl.float32)
-    tl.store(out_ptr + to, (y.to(tl.float32) * scale[None, :] + add[None, :]).to(kind), mask=ok)
+    if not AGAIN:
+        scale = tl.load(scale2_ptr + g * C + c, mask=c < C, other=0.0).to(tl.float32)
+        add = tl.load(shift2_ptr + g * C + c, mask=c < C, other=0.0).to(tl.float32)
+        tl.store(out_ptr + to, (y.to(tl.float32) * scale[None, :] + add[None, :]).to(kind), mask=ok)
 
 
 @triton.jit(do_not_specialize=["samples", "width"], do_not_specialize_on_alignment=SMALL)
@@ -219,7 +226,6 @@ def _backward_tokens(
     """Propagates the gradient of T back to the maps, through their sum, the attention and the summaries."""
     P: tl.constexpr = H * W
     T: tl.constexpr = R * Q
-    D: tl.constexpr = 0 if FLAT else T * C  # numbers of `asked` in a row of gradients
     number = tl.program_id(0)
     g = number // samples
     p, c, t = tl.arange(0, PB), tl.arange(0, CB), tl.arange(0, TB)
@@ -259,9 +265,9 @@ def _backward_tokens(
         on_zeros += tl.load(own + 1 + M + k_zero, mask=k_zero < Z, other=0.0)
     mean = to_itself * on_itself + tl.sum(to_maps * on_maps, 0) + tl.sum(to_zeros * on_zeros, 0)
     slopes = to_maps * (on_maps - mean)  # of the logits
-    tl.store(row + D, to_itself * (on_itself - mean))
-    tl.store(row + D + 1 + k_map, slopes, mask=k_map < M)
-    tl.store(row + D + 1 + M + k_zero, to_zeros * (on_zeros - mean), mask=k_zero < Z)
+    tl.store(row, to_itself * (on_itself - mean))
+    tl.store(row + 1 + k_map, slopes, mask=k_map < M)
+    tl.store(row + 1 + M + k_zero, to_zeros * (on_zeros - mean), mask=k_zero < Z)
 
     asked = tl.load(asked_ptr + g * (T * C) + spot, mask=here, other=0.0)
     if FLAT:
@@ -287,7 +293,7 @@ def _backward_tokens(
             dx = _dot(tl.trans(windows.to(tl.float32).to(kind)), spread)
             dx += _one_of(to_maps, k, MB) * pull
             tl.store(dx_ptr + first + k * step + at, dx.to(kind), mask=ok)
-        tl.store(row + spot, dasked, mask=here)
+        tl.store(row + 1 + M + Z + spot, dasked, mask=here)
 
 
 @triton.jit(do_not_specialize=["samples", "size", "width", "offset"])
@@ -310,11 +316,18 @@ def _backward_asked(
     tl.store(asked_ptr + g * size + at, tl.sum(total, 0), mask=at < size)
 
 
-@triton.jit(do_not_specialize=["samples", "size", "tokens"])
+@triton.jit(
+    do_not_specialize=["samples", "size", "tokens", "width"],
+    do_not_specialize_on_alignment=["own_ptr", "own_value_ptr"],
+)
 def _backward_own(
-    dt_ptr, attention_ptr, own_ptr, own_value_ptr, samples, size, tokens, BLOCK: tl.constexpr, SAMPLES: tl.constexpr,
+    dt_ptr, attention_ptr, own_ptr, own_value_ptr, samples, size, tokens, width,
+    BLOCK: tl.constexpr, SAMPLES: tl.constexpr,
 ):  # fmt: skip
-    """The gradients of the IT's map and value: sums over images, unweighted and weighted by its self-attention."""
+    """The gradients of the IT's map and value: sums over images, unweighted and weighted by its self-attention.
+
+    width: numbers between the rows of two edges.
+    """
     g = tl.program_id(1)
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     plain = tl.zeros((SAMPLES, BLOCK), dtype=tl.float32)
@@ -327,9 +340,8 @@ def _backward_own(
         dt = tl.load(dt_ptr + n.to(tl.int64)[:, None] * size + at[None, :], mask=ok, other=0.0).to(tl.float32)
         plain += dt
         weighed += weight[:, None] * dt
-    kind = dt_ptr.dtype.element_ty
-    tl.store(own_ptr + g * size + at, tl.sum(plain, 0).to(kind), mask=at < size)
-    tl.store(own_value_ptr + g * size + at, tl.sum(weighed, 0).to(kind), mask=at < size)
+    tl.store(own_ptr + g * width + at, tl.sum(plain, 0), mask=at < size)
+    tl.store(own_value_ptr + g * width + at, tl.sum(weighed, 0), mask=at < size)
 
 
 def _sizes(x, laid, form):
@@ -354,59 +366,61 @@ def forward(x, laid, form, keeps):
     These are Y and the output before scale and shift, [g, n, h, w, c], and the factors that normalised them, [2, g, n].
     """
     (_, n, h, w, c), g = x.shape, len(laid.positions)
+    tokens = 1 + laid.positions.shape[1] + laid.zeros.shape[1]
+    out, attention = x.new_empty(g, n, h, w, c), laid.asked.new_empty(g, n, tokens)
+    return out, attention, *_run(x, laid, form, out, attention, keeps=keeps, again=False)
+
+
+def forward_again(x, laid, form, attention):
+    """The tensors for the backward pass that `forward` returns, given the attention [g, n, tokens]."""
+    return _run(x, laid, form, x, attention, keeps=True, again=True)
+
+
+def _run(x, laid, form, out, attention, *, keeps, again):
+    (_, n, h, w, c), g = x.shape, len(laid.positions)
     common, tokens, inner, warps = _sizes(x, laid, form)
-    if tokens["FLAT"]:
+    if tokens["FLAT"] and not again:
         laid = laid._replace(positions=torch.baddbmm(laid.shift, laid.positions, laid.asked))
-    out = x.new_empty(g, n, h, w, c)
-    attention = laid.asked.new_empty(g, n, 1 + tokens["M"] + tokens["Z"])
-    kept = [x.new_empty(out.shape if keeps else 0) for _ in range(2)]
+    kept = [x.new_empty((g, n, h, w, c) if keeps else 0) for _ in range(2)]
     scales = attention.new_empty((2, g, n) if keeps else 0)
     _forward[(g * n,)](
         x, *laid, out, attention, *kept, scales, n, form.token_eps or 0.0, form.map_eps,
-        **common, **tokens, **inner, KEEPS=keeps, num_warps=warps, num_stages=1,
+        **common, **tokens, **inner, KEEPS=keeps, AGAIN=again, num_warps=warps, num_stages=1,
     )  # fmt: skip
-    return out, attention, *kept, scales
+    return *kept, scales
 
 
 def backward(x, laid, form, attention, inside, normed, scales, dy, towards):
-    """The gradients of the maps and of all stacked parameters; `towards` [g, n, tokens]: the attention's, or None."""
+    """The gradients of the maps and, [g, w], of a `vector` of all parameters.
+
+    towards [g, n, tokens]: that of the attention, or None.
+    """
     (_, n, h, w, c), (g, m, d) = x.shape, laid.positions.shape
     common, tokens, more, warps = _sizes(x, laid, form)
-    inner, count, is_flat = common["INNER"], attention.shape[2], tokens["FLAT"]
-    own_token, own_positions = (0, 0) if is_flat else (d, m * d)
-    widths = [c, c, c, c, c, inner, c * inner, inner * c, c * c, own_token, count, own_positions]
-    rows = attention.new_empty(g, n, sum(widths))
+    count, is_flat, sizes = attention.shape[2], tokens["FLAT"], widths(laid)
+    found = attention.new_empty(g, sum(sizes.values()))
+    own = columns(found, laid)
+    width = own["asked" if is_flat else "own"].storage_offset()  # numbers that are summed over images
+    rows = attention.new_empty(g, n, width)
     dt, dx = torch.empty_like(inside), torch.empty_like(x)
     _backward_map[(g * n,)](
         dy, inside, normed, scales, laid.attention_scale, laid.attention_shift, laid.narrow, laid.narrow_bias,
-        laid.widen, laid.ffn_scale, rows, dt, n, sum(widths), P=h * w, **common, **more, num_warps=warps, num_stages=1,
+        laid.widen, laid.ffn_scale, rows, dt, n, width, P=h * w, **common, **more, num_warps=warps, num_stages=1,
     )  # fmt: skip
     _backward_tokens[(g * n,)](
         x, dx, dt, attention, attention if towards is None else towards, laid.positions, laid.asked, laid.own_value,
-        laid.value, rows, n, sum(widths), form.token_eps or 0.0, **common, **tokens, HAS_TOWARDS=towards is not None,
+        laid.value, rows, n, width, form.token_eps or 0.0, **common, **tokens, HAS_TOWARDS=towards is not None,
         num_warps=warps, num_stages=1,
     )  # fmt: skip
-    own, own_value = torch.empty_like(laid.own), torch.empty_like(laid.own_value)
     _backward_own[(triton.cdiv(h * w * c, BLOCK), g)](
-        dt, attention, own, own_value, n, h * w * c, count, BLOCK=BLOCK, SAMPLES=SAMPLES
+        dt, attention, own["own"], own["own_value"], n, h * w * c, count, found.shape[1], BLOCK=BLOCK, SAMPLES=SAMPLES
     )
-    exact = rows.sum(1)
-    asked, logits, positions = torch.split(exact, widths, 1)[-3:]
+    torch.sum(rows, 1, out=found[:, :width])
     if is_flat:
-        asked = torch.empty_like(laid.asked)
+        asked, slopes = torch.empty_like(laid.asked), own["shift"][:, :, None]  # slopes of asked·p_k
         _backward_asked[(triton.cdiv(d, BLOCK), g)](
-            x, rows, asked, n, d, sum(widths), sum(widths[:-2]) + 1, M=m, BLOCK=BLOCK, SAMPLES=SAMPLES
+            x, rows, asked, n, d, width, own["shift"].storage_offset(), M=m, BLOCK=BLOCK, SAMPLES=SAMPLES
         )
-        slopes = logits[:, 1 : 1 + m, None]  # of asked·p_k
-        asked = torch.baddbmm(asked, laid.positions.transpose(1, 2), slopes)
-        positions = torch.bmm(slopes, laid.asked.transpose(1, 2))
-    scale1, shift1, scale2, shift2, widen_bias, narrow_bias, narrow, widen, value, *_ = torch.split(
-        exact.to(x.dtype), widths, 1
-    )
-    by_name = {
-        "positions": positions, "asked": asked, "shift": logits[:, 1 : 1 + m].sum(1), "itself": logits[:, :1],
-        "zeros": logits[:, 1 + m :], "own": own, "own_value": own_value, "value": value,
-        "attention_scale": scale1, "attention_shift": shift1, "narrow": narrow, "narrow_bias": narrow_bias,
-        "widen": widen, "widen_bias": widen_bias, "ffn_scale": scale2, "ffn_shift": shift2,
-    }  # fmt: skip
-    return dx, [by_name[name].reshape(like.shape) for name, like in zip(laid._fields, laid, strict=True)]
+        own["asked"].copy_(torch.baddbmm(asked, laid.positions.transpose(1, 2), slopes).flatten(1))
+        own["positions"].copy_(torch.bmm(slopes, laid.asked.transpose(1, 2)).flatten(1))
+    return dx, found

@@ -271,13 +271,24 @@ def _identities(cell: MixedCell, block: Block, live: Live | None) -> Iterator[tu
 
 
 def _programs(cell: MixedCell, mix: Mix, site: int, x: Tensor) -> Iterator[FusedCell]:
-    """The programs that a cell will run, of the whole cell or of the sums of its nodes."""
+    """The programs that a cell will run: of the whole cell, or of the sums or the outputs of its nodes."""
     execution, live = plan_execution(cell, mix, site, x), mix.live(site)
     if execution is Execution.FUSED_CELL and (whole := cell.fused(live)) is not None:
         yield whole
     elif execution is Execution.FUSED_SUMS:
         forms = (cell.node_sums.of(node, live, cell.stride_from(node)) for node in cell.leaving)
         yield from (form.cell for form in forms if form is not None)
+    elif execution is Execution.FUSED_OUTPUTS:
+        separate = (_separate_outputs(cell, node, mix, site) for node in cell.leaving)
+        yield from (form.cell for form in separate if form is not None)
+
+
+def _separate_outputs(cell: MixedCell, node: int, mix: Mix, site: int) -> NodeOutputs | None:
+    """The program of the outgoing features of a node with separate outputs; None if they must run one by one."""
+    # The program keeps all outputs for the backward pass, which defeats recomputation.
+    if any(mix.recomputes(site, choice) for _, choice, _, _ in cell.leaving[node]):
+        return None
+    return cell.node_outputs.of(node, mix.live(site), cell.stride_from(node))
 
 
 MOST_FORMS = 64
@@ -410,10 +421,7 @@ def run_node_outputs(cell: MixedCell, node: int, executor: NodeExecutor, mix: Mi
 
     Empty if they must run one by one.
     """
-    # The program keeps all outputs for the backward pass, which defeats recomputation.
-    if any(mix.recomputes(site, choice) for _, choice, _, _ in cell.leaving[node]):
-        return {}
-    form = cell.node_outputs.of(node, mix.live(site), cell.stride_from(node))
+    form = _separate_outputs(cell, node, mix, site)
     if form is None:
         return {}
     _, *outputs = form.cell([executor.value()])

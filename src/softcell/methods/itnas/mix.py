@@ -41,6 +41,7 @@ class ItMix(Mix):
         self._learns = torch.is_grad_enabled()  # weight steps of a bilevel search relax without gradients
         self._attention: dict[tuple[int, int], Tensor] = {}  # by site and choice, where outputs are combined in parts
         self._laid: dict[tuple[int, torch.dtype], list[Laid]] = {}  # by ensemble
+        self._whole: dict[tuple[int, torch.dtype], list[Tensor | None]] = {}  # what has their gradients instead
         counts = only is None or only[1] == method.selection.attended(only[0])[0]
         self.rows = AttentionRows(method.layout, method.edges, method.uniform, sums, only, counts=counts)
 
@@ -115,7 +116,9 @@ class ItMix(Mix):
             if not ensemble.serves(maps) or any(tuple(order_of(one)) != ensemble.order for one in own):
                 continue
             output, attention = self._run_together(group, ensemble, maps)
-            for choice, value, row in zip(group.choices, output.unbind(), attention.unbind(), strict=True):
+            # One output is the whole tensor: its gradient needs no copy.
+            values = output.unbind() if len(output) > 1 else (output.squeeze(0),)
+            for choice, value, row in zip(group.choices, values, attention.unbind(), strict=True):
                 found[choice] = value
                 self.rows.note(site, choice, row, ensemble.order)
         return found
@@ -125,8 +128,17 @@ class ItMix(Mix):
         key = (group.ensemble, dtype)
         if key not in self._laid:
             with torch.set_grad_enabled(self._learns and torch.is_grad_enabled()):
-                self._laid[key] = ensemble.lay(dtype)
-        return self._economical(ensemble, self._laid[key][group.number], maps)  # type: ignore[no-any-return]
+                if ensemble.runs_whole(maps, dtype):
+                    found = ensemble.lay_whole(dtype)
+                    self._laid[key], self._whole[key] = [laid for laid, _ in found], [whole for _, whole in found]
+                else:
+                    self._laid[key] = ensemble.lay(dtype)
+        laid, whole = self._laid[key][group.number], self._whole.get(key)
+        if whole is None:
+            output, attention = self._economical(ensemble, laid, maps)
+        else:  # kernels recompute less themselves than `_economical` would
+            output, attention = ensemble(laid, maps, whole[group.number], self._method.settings.recompute)
+        return output, attention
 
     def _passes(self, outputs: Mapping[int, Tensor | None]) -> bool:
         """Whether a choice that is not attended to runs its sampled candidate, with a coefficient of exactly 1."""

@@ -22,13 +22,22 @@ whichever cells they are in. The equations are those of `LiteTransformer`, which
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from softcell.kernels.indicator import Form, Laid, indicate, indicate_by, normalised_tokens
+from softcell.kernels.indicator import (
+    Form,
+    Laid,
+    indicate,
+    indicate_again,
+    indicate_by,
+    normalised_tokens,
+    runs_kernels,
+    vector,
+)
 from softcell.nn.conv import adaptive_windows
 from softcell.nn.stack import LARGEST
 
@@ -251,8 +260,41 @@ class LiteEnsemble(nn.Module):
         """Whether running these maps together is faster: on a GPU, and on a CPU if they are small."""
         return bool(maps) and (maps[0].is_cuda or maps[0].numel() <= LARGEST)
 
+    def runs_whole(self, maps: Sequence[Tensor], dtype: torch.dtype) -> bool:
+        """Whether kernels run on these maps, stacked in `dtype`: they return gradients of all weights in one piece."""
+        n, c, h, w = maps[0].shape
+        return runs_kernels(maps[0].new_empty((), dtype=dtype).expand(1, n, h, w, c), self._form)
+
     def lay(self, dtype: torch.dtype) -> list[Laid]:
         """The stacked weights of each group, for maps in `dtype`."""
+        fields = self._fields()
+        return self._by_group([x.to(_dtype_of(name, x, dtype)).contiguous() for name, x in fields._asdict().items()])
+
+    def lay_whole(self, dtype: torch.dtype) -> list[tuple[Laid, Tensor | None]]:
+        """`lay` without gradients, which flow through the `vector` of each group instead; None: there are none.
+
+        Weights are converted by one launch, and the gradients of all groups joined by one.
+        """
+        fields = self._fields()
+        with torch.no_grad():
+            parts = {name: x.detach().contiguous() for name, x in fields._asdict().items()}
+            low = {name: x for name, x in parts.items() if x.dtype != _dtype_of(name, x, dtype)}
+            if low:
+                made = {name: torch.empty_like(x, dtype=dtype) for name, x in low.items()}
+                torch._foreach_copy_(list(made.values()), list(low.values()))
+                parts |= made
+            groups = self._by_group(list(parts.values()))
+        if not (torch.is_grad_enabled() and any(x.requires_grad for x in fields)):
+            return [(laid, None) for laid in groups]
+        return list(zip(groups, torch.split(vector(fields), [len(group) for group in self._groups]), strict=True))
+
+    def _by_group(self, fields: Sequence[Tensor]) -> list[Laid]:
+        sizes = [len(group) for group in self._groups]
+        # Split, not sliced: the gradients of all groups then come back in one piece.
+        return [Laid(*pieces) for pieces in zip(*(torch.split(x, sizes) for x in fields), strict=True)]
+
+    def _fields(self) -> Laid:
+        """The fields of all groups, one group after the other, in the precision of the weights."""
         modules = [module for group in self._groups for module in group]
         first = modules[0]
         (c, h, w), width = first.shape, first.query.out_features
@@ -262,8 +304,8 @@ class LiteEnsemble(nn.Module):
             first_token = normalised_tokens(own + p["positions"][:, 0], self._form.token_eps)
             normed = self._form.token_eps is not None
             token = torch.addcmul(p["norm.bias"], first_token, p["norm.weight"]) if normed else first_token
-            query = torch.bmm(p["query.weight"], token[:, :, None])
-            met = torch.bmm(p["key.weight"].transpose(1, 2), query)[:, :, 0] * width**-0.5
+            query = exact_product(p["query.weight"], token[:, :, None])
+            met = exact_product(p["key.weight"].transpose(1, 2), query)[:, :, 0] * width**-0.5
             if normed:
                 # (scale ⊙ t̂ + shift)·met = t̂·(scale ⊙ met) + shift·met: t̂ is needed without its scale and shift.
                 asked, moved = p["norm.weight"] * met, (p["norm.bias"] * met).sum(1, keepdim=True)
@@ -277,35 +319,45 @@ class LiteEnsemble(nn.Module):
             positions = taken(p["positions"], self.order[1 : self.maps + 1], 1)
             indicator = p["indicator"].permute(0, 2, 3, 1).reshape(len(modules), h * w, c)
             value = _transposed(p["value.weight"])
-            found = [
-                *(self._channels_last(positions), self._channels_last(asked)[:, :, None], moved[:, :, None]),
-                *(itself, zeros),
-                indicator.flatten(1)[:, None].to(dtype),
-                torch.bmm(indicator, value).flatten(1)[:, None].to(dtype),
-                value.to(dtype).contiguous(),
-                *_norm(p, "after_attention", dtype),
-                _transposed(p["ffn.0.weight"]).to(dtype).contiguous(),
-                p["ffn.0.bias"][:, None].to(dtype),
-                _transposed(p["ffn.2.weight"]).to(dtype).contiguous(),
-                p["ffn.2.bias"][:, None].to(dtype),
-                *_norm(p, "after_ffn", dtype),
-            ]
-        sizes = [len(group) for group in self._groups]
-        # Split, not sliced: the gradients of all groups then come back in one piece.
-        return [Laid(*pieces) for pieces in zip(*(torch.split(x, sizes) for x in found), strict=True)]
+            (scale, shift), (last_scale, last_shift) = _norm(p, "after_attention"), _norm(p, "after_ffn")
+            return Laid(
+                positions=self._channels_last(positions),
+                asked=self._channels_last(asked)[:, :, None],
+                shift=moved[:, :, None],
+                itself=itself,
+                zeros=zeros,
+                own=indicator.flatten(1)[:, None],
+                own_value=exact_product(indicator, value).flatten(1)[:, None],
+                value=value,
+                attention_scale=scale,
+                attention_shift=shift,
+                narrow=_transposed(p["ffn.0.weight"]),
+                narrow_bias=p["ffn.0.bias"][:, None],
+                widen=_transposed(p["ffn.2.weight"]),
+                widen_bias=p["ffn.2.bias"][:, None],
+                ffn_scale=last_scale,
+                ffn_shift=last_shift,
+            )
 
-    def forward(self, laid: Laid, maps: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, laid: Laid, maps: Sequence[Tensor], whole: Tensor | None = None, again: bool = False
+    ) -> tuple[Tensor, Tensor]:
         """The ITs' outputs [g, n, c, h, w] and attention [g, n, tokens in their order].
 
-        maps: those of the first Lite-Transformer of the group, then those of the next, each [n, c, h, w].
+        maps: those of the first Lite-Transformer of the group, then those of the next, each [n, c, h, w]. whole: from
+        `lay_whole`. again: keep only the maps for the backward pass. Both are for maps with `runs_whole`.
         """
         with torch.autocast(maps[0].device.type, enabled=False):
-            x = torch.stack([one.permute(0, 2, 3, 1) for one in maps])  # [g·m, n, h, w, c]
+            rows = [one.permute(0, 2, 3, 1) for one in maps]
+            if again and torch.is_grad_enabled():
+                total, attention = indicate_again(rows, laid, self._form, whole)
+                return total.permute(0, 1, 4, 2, 3), attention
+            x = torch.stack(rows)  # [g·m, n, h, w, c]
             if self.shape[1] % self.sides[0] or self.shape[2] % self.sides[1]:  # windows that overlap
                 small = self._channels_last(summaries(x, self.sides, laid.positions.dtype))
                 total, attention = indicate_by(small, x, laid, self._form)
             else:
-                total, attention = indicate(x, laid, self._form)
+                total, attention = indicate(x, laid, self._form, whole)
         return total.permute(0, 1, 4, 2, 3), attention
 
     def _channels_last(self, x: Tensor) -> Tensor:
@@ -327,9 +379,32 @@ def _transposed(weight: Tensor) -> Tensor:
     return weight.flatten(2).transpose(1, 2)
 
 
-def _norm(p: dict[str, Tensor], name: str, dtype: torch.dtype) -> list[Tensor]:
+def _norm(p: dict[str, Tensor], name: str) -> tuple[Tensor, Tensor]:
     """Scale and shift of group norms, each [f, 1, 1, c]."""
-    return [p[f"{name}.{part}"][:, None, None].to(dtype) for part in ("weight", "bias")]
+    return p[f"{name}.weight"][:, None, None], p[f"{name}.bias"][:, None, None]
+
+
+def _dtype_of(field: str, x: Tensor, dtype: torch.dtype) -> torch.dtype:
+    """The dtype of a field of `Laid` for maps in `dtype`; x: its values. What makes the logits keeps their dtype."""
+    return dtype if Laid._fields.index(field) >= Laid._fields.index("own") else x.dtype
+
+
+class _ExactProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
+        ctx.save_for_backward(a, b)
+        with torch.autocast(a.device.type, enabled=False):
+            return torch.bmm(a, b)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        a, b = ctx.saved_tensors
+        return exact_product(gradient, b.transpose(1, 2)), exact_product(a.transpose(1, 2), gradient)
+
+
+def exact_product(a: Tensor, b: Tensor) -> Tensor:
+    """a [f, r, k] · b [f, k, c], in their own precision also backward, where torch's product would follow autocast."""
+    return _ExactProduct.apply(a, b)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class Member(NamedTuple):
