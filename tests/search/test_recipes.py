@@ -35,7 +35,7 @@ def test_the_order_is_defaults_then_scale_then_what_is_given() -> None:
     assert (paper.epochs, paper.batch_size, paper.weights.lr) == (50, 64, 0.025)
     assert (paper.space_settings["cells"], paper.space_settings["channels"]) == (8, 16)
     assert (paper.architecture.lr, paper.architecture.beta1, paper.architecture.weight_decay) == (3e-4, 0.5, 1e-3)
-    assert (small.validate_every, paper.validate_every) == (1, 4)
+    assert (small.validate_every, paper.validate_every) == (1, 6)
     assert resolve({"scale": "paper", "validate_every": 1}).validate_every == 1
     assert resolve({"epochs": 99}).epochs == 99
 

@@ -355,7 +355,8 @@ def resolve(*layers: Mapping[str, Any]) -> SearchRecipe:
         base["threads"] = 1  # tensors this small gain nothing from a second thread, and on a busy machine they lose
     else:
         # A validation pass is a sixth of a first-order epoch: one forward pass against two forward and backward passes.
-        base["validate_every"] = 4
+        # Recalibrating BatchNorm makes it up to a third. Passes are to take at most a twentieth of a search.
+        base["validate_every"] = 6
     own = dict(method.recipes.get(scale, {}))
     wanted = own.get("space_settings", {})
     own["space_settings"] = {key: value for key, value in wanted.items() if key not in unmet(method, space, scale)}
