@@ -90,14 +90,17 @@ def steps(device: str, threads: int, options: argparse.Namespace, console: Conso
         compare(case, torch.device(device), options.rounds)
         for case in track(cases, "steps", console=console, transient=True)
     ]
-    table = Table(title=f"one search step (weights + architecture), {device}, {threads} threads")
-    table.add_column("space")
-    for column in ("plain ms", "softcell ms", "ratio", "CPU-time ratio", "plain MB", "softcell MB", "ratio"):
+    table = Table(
+        title=f"one search step (weights + architecture), {device}, {threads} threads",
+        caption="\n".join(row["name"] for row in rows),
+    )
+    table.add_column("space", no_wrap=True)
+    for column in ("plain ms", "ours ms", "ratio", "CPU ratio", "plain MB", "ours MB", "ratio"):
         table.add_column(column, justify="right")
     for row in rows:
         plain, ours = row["plain"], row["softcell"]
         table.add_row(
-            row["name"],
+            row["case"]["space"],
             f"{plain['wall_ms']:.1f}",
             f"{ours['wall_ms']:.1f}",
             f"{row['ratio_wall']:.2f}",
