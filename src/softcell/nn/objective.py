@@ -41,6 +41,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from softcell.errors import UserError
+from softcell.nn.exact import exact_product
 from softcell.nn.norm import BatchNorm2d
 from softcell.nn.stochastic import uniform_for_batch
 
@@ -147,7 +148,7 @@ class ProxyNCA(nn.Module):
         """Embeddings [n, d] and labels [n] to the mean loss []."""
         exact = torch.promote_types(embeddings.dtype, torch.float32)
         x, proxies = F.normalize(embeddings.to(exact), dim=1), F.normalize(self.proxies.to(exact), dim=1)
-        near = 2.0 * (x @ proxies.T) - 2.0  # -d(x, p) of vectors of length 1
+        near = 2.0 * exact_product(x, proxies.T) - 2.0  # -d(x, p) of vectors of length 1
         own = F.one_hot(labels, proxies.shape[0]).bool()
         others = near.masked_fill(own, -torch.inf)
         return (torch.logsumexp(others, 1) - near.masked_fill(~own, 0.0).sum(1)).mean()

@@ -22,7 +22,7 @@ whichever cells they are in. The equations are those of `LiteTransformer`, which
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -39,6 +39,7 @@ from softcell.kernels.indicator import (
     vector,
 )
 from softcell.nn.conv import adaptive_windows
+from softcell.nn.exact import exact_product
 from softcell.nn.stack import LARGEST
 
 Shape = tuple[int, int, int]
@@ -127,8 +128,9 @@ class LiteTransformer(nn.Module):
                 tokens = self.norm(tokens)
             # q·(W_k t) = (W_k^T q)·t: tokens are multiplied by a vector instead of a matrix. The IT's token is the same
             # for all images.
-            asked = self.key.weight.T @ (self.query.weight @ tokens[0, 0])
-            return torch.softmax(tokens @ asked * self.query.out_features**-0.5, dim=1)  # Eq 4
+            asked = exact_product(self.key.weight.T, exact_product(self.query.weight, tokens[0, 0][:, None]))
+            met = exact_product(tokens, asked)[..., 0]
+            return torch.softmax(met * self.query.out_features**-0.5, dim=1)  # Eq 4
 
     def combine(self, maps: Tensor, weights: Tensor) -> Tensor:
         """The IT's output [n, c, h, w], given maps [n, m + 1, h, w, c] that begin with its own, and its attention."""
@@ -193,8 +195,7 @@ def summary(x: Tensor, channels: int, sides: tuple[int, int], exact: torch.dtype
     else:
         across = adaptive_windows(given[0], rows, x.device, exact)
         along = adaptive_windows(given[1], columns, x.device, exact)
-        with torch.autocast(x.device.type, enabled=False):
-            small = across @ x.to(exact) @ along.T
+        small = exact_product(exact_product(across, x.to(exact)), along.T)
     return small.expand(n, channels, rows, columns).reshape(n, -1)
 
 
@@ -387,24 +388,6 @@ def _norm(p: dict[str, Tensor], name: str) -> tuple[Tensor, Tensor]:
 def _dtype_of(field: str, x: Tensor, dtype: torch.dtype) -> torch.dtype:
     """The dtype of a field of `Laid` for maps in `dtype`; x: its values. What makes the logits keeps their dtype."""
     return dtype if Laid._fields.index(field) >= Laid._fields.index("own") else x.dtype
-
-
-class _ExactProduct(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
-        ctx.save_for_backward(a, b)
-        with torch.autocast(a.device.type, enabled=False):
-            return torch.bmm(a, b)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
-        a, b = ctx.saved_tensors
-        return exact_product(gradient, b.transpose(1, 2)), exact_product(a.transpose(1, 2), gradient)
-
-
-def exact_product(a: Tensor, b: Tensor) -> Tensor:
-    """a [f, r, k] · b [f, k, c], in their own precision also backward, where torch's product would follow autocast."""
-    return _ExactProduct.apply(a, b)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class Member(NamedTuple):
