@@ -62,9 +62,12 @@ def compile_network(
         return
     if is_modules_only() or not can_fuse():
         return
-    batch, held = batch // world.size, None if held is None else -(-held // world.size)
+    device, batch, held = world.device, batch // world.size, None if held is None else -(-held // world.size)
     if network.needs_dry_pass:
-        _compile_by_pass(network, batch, held, precision, norms, world, notify)
+        if is_enabled():
+            with failure_reported(notify), fused_networks(), norms_of(norms), forked_rng(device), without_exchange():
+                warm_up_by_run(lambda: rehearse(network, batch, held, precision, device), notify)
+            torch.cuda.empty_cache()  # steps run on another stream, which cannot use what is cached here
         return
     dtype = torch.bfloat16 if precision == "bfloat16" else torch.float32
     with norms_of(norms):
@@ -72,23 +75,6 @@ def compile_network(
     if held is not None:  # accuracy is measured in full precision
         schedules += network.schedules(held, torch.float32, training=False)
     warm_up(schedules, notify)
-
-
-def _compile_by_pass(
-    network: Network,
-    batch: int,
-    held: int | None,
-    precision: str,
-    norms: Norms,
-    world: World,
-    notify: Callable[[str], None],
-) -> None:
-    if not is_enabled():
-        return
-    device = world.device
-    with failure_reported(notify), fused_networks(), norms_of(norms), forked_rng(device), without_exchange():
-        warm_up_by_run(lambda: rehearse(network, batch, held, precision, device), notify)
-    torch.cuda.empty_cache()  # steps run on another stream, which cannot use what is cached here
 
 
 def rehearse(network: Network, batch: int, held: int | None, precision: str, device: torch.device) -> None:
