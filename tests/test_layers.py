@@ -52,7 +52,7 @@ GROUND = {"errors", "settings", "registry", "trust", "files", "text", "machine"}
 ALLOWED = {
     ("nn", "kernels"): "blocks may be built on kernels; kernels import no blocks",
     ("data", "kernels"): "a kernel augments a batch; kernels import no data",
-    ("engine", "kernels"): "a kernel counts the metrics of a step; kernels import nothing of the engine",
+    ("engine", "kernels"): "a kernel counts a step's metrics, a graph keeps its tables; kernels import no engine",
 }
 """Imports between layers of one row, with the reason."""
 

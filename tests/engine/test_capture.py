@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import threading
+import weakref
 from contextlib import nullcontext
 from typing import Any, ClassVar
 
@@ -23,6 +25,7 @@ from softcell.engine.capture import (
 )
 from softcell.engine.distributed import World
 from softcell.errors import UserError
+from softcell.kernels import backend
 
 
 class State:
@@ -161,6 +164,32 @@ def test_every_key_is_tried_eagerly_before_it_is_recorded() -> None:
 def test_a_key_that_never_repeats_is_never_recorded() -> None:
     subject = Subject(warmup=1)
     assert [subject(key, 0.0)[1] for key in range(50)] == ["eager"] * 50
+
+
+def test_tables_that_kernels_read_live_as_long_as_the_recording(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A search of many architectures records each of them; their tables must not add up."""
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: Recording.current is not None)
+    made: list[weakref.ref[backend.KeptTable]] = []
+
+    class Launching(Subject):
+        def step(self, x: Tensor) -> None:
+            super().step(x)
+            kept = backend.KeptTable(((len(made),),), torch.device("cpu"))
+            kept._on_gpu = True
+            made.append(weakref.ref(kept))
+            # As kernels of a backward pass do, in a thread of autograd's.
+            thread = threading.Thread(target=kept.await_copy)
+            thread.start()
+            thread.join()
+
+    subject = Launching(warmup=1)
+    before = set(backend._captured)
+    assert [subject(None, 0.0)[1] for _ in range(4)] == ["eager", "eager", "replayed", "replayed"]
+    assert [table() is not None for table in made] == [False, False, True], "only a recording reads by address"
+    assert backend._captured == before
+    del subject
+    gc.collect()
+    assert all(table() is None for table in made)
 
 
 def test_too_many_recordings_are_dropped_together_and_made_again_on_demand() -> None:

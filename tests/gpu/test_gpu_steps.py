@@ -238,6 +238,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         settings("nb201", "digits", method="drnas", regime="unrolled", engine="graph", batch_size=64),
     ),
     "search-gdas": ("search", settings("nb201", "digits", method="gdas", engine="graph", batch_size=64)),
+    # Interrupted in the second of three architectures, each of which is recorded.
+    "search-random": (
+        "search",
+        settings("nb201", "digits", method="random", method_settings={"samples": 3}, epochs=1, batch_size=64),
+    ),
     "train": ("train", training("darts", "digits", batch_size=128)),
 }
 

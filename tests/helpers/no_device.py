@@ -13,7 +13,7 @@ from torch import Tensor
 
 import softcell.kernels
 from softcell.data import batches
-from softcell.engine import metrics
+from softcell.engine import metrics, optim
 from softcell.kernels import (
     block_norm,
     calibrate,
@@ -23,6 +23,7 @@ from softcell.kernels import (
     mixed_norm,
     norm,
     pool,
+    sgd,
     taps,
     window_mean,
 )
@@ -57,8 +58,8 @@ def take_for_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     for kernel in all_kernels():  # without what earlier tests have compiled
         monkeypatch.setattr(kernel, "device_caches", defaultdict(kernel.create_binder))
     monkeypatch.setattr(execution, "kernels_serve", lambda x: bool(x.numel()) and not is_modules_only())
-    kernels = (block_norm, calibrate, indicator, library_conv, local, mixed_norm, norm, pool, taps, window_mean)
-    for module in (*kernels, _executors, attention, conv, stack, batches, metrics):
+    kernels = (block_norm, calibrate, indicator, library_conv, local, mixed_norm, norm, pool, sgd, taps, window_mean)
+    for module in (*kernels, _executors, attention, conv, stack, batches, metrics, optim):
         monkeypatch.setattr(module, "runs_triton", _runs_triton)
 
 

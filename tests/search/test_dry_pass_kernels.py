@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from softcell.data import load
+from softcell.engine.optim import fill_momenta
 from softcell.engine.session import open_session
 from softcell.kernels.backend import has_triton
 from softcell.kernels.warm_up import Compilation, compile_one, dry_launches
@@ -96,6 +98,26 @@ def test_a_dry_pass_finds_what_a_step_and_a_validation_launch(
 
     needed = launched(step_and_validate)
     assert needed, "nothing was fused"
+    assert needed <= found, sorted({job.name for job in needed - found})
+
+
+@pytest.mark.parametrize("case", ["nb201", "itnas"])
+def test_a_dry_pass_finds_what_applies_gradients(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    task, other = (make_task(case, tmp_path) for _ in range(2))
+    for state in (task.step_state, other.step_state):
+        for optimiser in (state.weight_optimiser, state.architecture_optimiser):
+            if isinstance(optimiser, torch.optim.SGD):  # as on a GPU
+                optimiser.param_groups[0]["lr"] = torch.tensor(0.1)
+                optimiser.param_groups[0]["foreach"] = False
+                fill_momenta(optimiser)
+    take_for_gpu(monkeypatch)
+    batch = next(iter(task.batches(0, 0)))
+    momenta = copy.deepcopy(task.step_state.weight_optimiser.state_dict())
+    with without_effects(task):
+        found = launched(lambda: task.rehearse(batch))
+    assert same(task.step_state.weight_optimiser.state_dict(), momenta)
+    needed = launched(lambda: other.step(next(iter(other.batches(0, 0)))))
+    assert {"_squares", "_step"} <= {job.name for job in needed}
     assert needed <= found, sorted({job.name for job in needed - found})
 
 

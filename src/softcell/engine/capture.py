@@ -25,6 +25,7 @@ from torch import Tensor
 
 from softcell.engine.distributed import World
 from softcell.errors import UserError
+from softcell.kernels.backend import KeptTable, captured_tables
 
 Step = Callable[..., None]
 Engine = Literal["auto", "eager", "graph"]
@@ -158,6 +159,8 @@ class Recording:
 
     def __init__(self, pool: Any) -> None:
         self._pool = pool
+        # Released with the graphs: a search of many architectures captures each, and none reads another's tables.
+        self.tables: set[KeptTable] = set()
         self._graphs: list[torch.cuda.CUDAGraph] = []
         self._calls: list[Callable[[], None]] = []
 
@@ -212,7 +215,7 @@ def _recording(graph: Recording, stream: torch.cuda.Stream) -> Iterator[None]:
     torch.cuda.synchronize()
     gc.disable()
     try:
-        with torch.cuda.stream(stream):
+        with torch.cuda.stream(stream), captured_tables(graph.tables):
             graph.begin()
             Recording.current = graph
             try:

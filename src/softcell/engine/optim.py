@@ -51,31 +51,59 @@ def apply_gradients(
 
 
 @torch.no_grad()
+def rehearse_gradients(
+    optimiser: torch.optim.Optimizer,
+    parameters: Sequence[nn.Parameter],
+    gradients: Sequence[Tensor | None],
+    clip: float,
+) -> None:
+    """Launch the kernels of `apply_gradients` for a parameter of its own: what a dry pass compiles."""
+    own = [_laid_out_like(p, g) for p, g in zip(parameters, _owned(gradients), strict=True)]
+    if type(optimiser) is torch.optim.SGD and _momenta_at_once(optimiser, parameters, own) is not None:
+        blank = [torch.zeros(1, device=parameters[0].device) for _ in range(4)]
+        sgd_step(blank[:1], blank[1:2], blank[2:3], blank[3][0], clip=clip, **_rule(optimiser))
+
+
+@torch.no_grad()
 def _step_at_once(
     optimiser: torch.optim.SGD, parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor | None], clip: float
 ) -> bool:
-    """Clip and step by `sgd_step`, if it can and all parameters have gradients; whether it did.
+    """Clip and step by `sgd_step`, if it can and all parameters have gradients; whether it did."""
+    momenta = _momenta_at_once(optimiser, parameters, gradients)
+    if momenta is None:
+        return False
+    known = [gradient for gradient in gradients if gradient is not None]
+    sgd_step(parameters, known, momenta, optimiser.param_groups[0]["lr"], clip=clip, **_rule(optimiser))
+    return True
+
+
+def _rule(optimiser: torch.optim.SGD) -> dict[str, Any]:
+    return {name: optimiser.param_groups[0][name] for name in ("momentum", "weight_decay", "nesterov")}
+
+
+def _momenta_at_once(
+    optimiser: torch.optim.SGD, parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor | None]
+) -> list[Tensor] | None:
+    """The momenta of the parameters, if `sgd_step` can make a step; else None.
 
     Steps that update changing sets of parameters would need a table of addresses for each set. Hooks of steps are only
     called by torch's.
     """
     if len(optimiser.param_groups) > 1 or not (parameters and runs_triton(parameters[0])):
-        return False
+        return None
     if optimiser._optimizer_step_pre_hooks or optimiser._optimizer_step_post_hooks:
-        return False
+        return None
     group = optimiser.param_groups[0]
     lr, plain = group["lr"], not (group["dampening"] or group["maximize"])
     plain = plain and isinstance(lr, Tensor) and lr.device == parameters[0].device
     known = [gradient for gradient in gradients if gradient is not None]
     if not plain or len(known) < len(parameters):
-        return False
+        return None
     momenta = [optimiser.state.get(p, {}).get("momentum_buffer") for p in parameters]
     found = [m for m in momenta if m is not None]
     if len(found) < len(parameters) or not all(map(_alike, parameters, known, found)):
-        return False
-    rule = {name: group[name] for name in ("momentum", "weight_decay", "nesterov")}
-    sgd_step(parameters, known, found, lr, clip=clip, **rule)
-    return True
+        return None
+    return found
 
 
 def _alike(parameter: Tensor, gradient: Tensor, momentum: Tensor) -> bool:

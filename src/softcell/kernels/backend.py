@@ -211,6 +211,17 @@ _captured: set[KeptTable] = set()
 do not see."""
 
 
+@contextmanager
+def captured_tables(kept: set[KeptTable]) -> Iterator[None]:
+    """A capture in this context puts the tables that it reads into `kept`, which must live as long as the capture."""
+    global _captured  # not a context variable: backward passes run in an autograd thread
+    before, _captured = _captured, kept
+    try:
+        yield
+    finally:
+        _captured = before
+
+
 @functools.lru_cache(maxsize=4096)
 def kept_table(rows: tuple[tuple[int, ...], ...], device: torch.device) -> KeptTable:
     return KeptTable(rows, device)

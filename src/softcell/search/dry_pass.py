@@ -20,6 +20,7 @@ from softcell.arch import Mix
 from softcell.data.batches import Draft
 from softcell.engine.distributed import World
 from softcell.engine.metrics import Tally
+from softcell.engine.optim import rehearse_gradients
 from softcell.engine.session import forked_rng
 from softcell.kernels.backend import has_triton
 from softcell.kernels.shared import without_exchange
@@ -49,7 +50,7 @@ def launches_kernels(world: World, precision: str) -> bool:
 
 
 class Unlearning(StepState):
-    """A step that computes gradients but changes nothing, without other ranks."""
+    """A step that computes gradients and launches what applies them, but changes nothing, without other ranks."""
 
     __slots__ = ()
 
@@ -62,10 +63,10 @@ class Unlearning(StepState):
         pass
 
     def learn_weights(self, means: Sequence[Tensor | None]) -> None:
-        pass
+        rehearse_gradients(self.weight_optimiser, self.weights(), means, self.clip_weights)
 
     def learn_architecture(self, means: Sequence[Tensor | None]) -> None:
-        pass
+        rehearse_gradients(self.architecture_optimiser, self.architecture(), means, self.clip_architecture)
 
 
 @contextmanager

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -22,7 +21,7 @@ from softcell.nn.classifiers import ARCHITECTURES
 from softcell.nn.objective import CrossEntropy, Form, Guided, Objective, pair_stages
 from softcell.settings import positive
 from softcell.spaces import Shape, Supernet
-from softcell.spaces.execution import modules_only
+from softcell.spaces.execution import fused_networks, modules_only
 from softcell.spaces.teacher import FoundTeacher, find_teacher
 
 TRIED = (2, 3)
@@ -80,7 +79,12 @@ def make_objective(
     found = find_teacher(settings.teacher, classifier=settings.classifier, layers=settings.layers)
     teacher = session.place(found.module)
     pairs = _pair(stages(), _sizes(found, shape, session), shape)
-    needed = partial(teacher, number=1 + max(pairs))
+
+    def needed(images: Tensor) -> list[Tensor]:
+        # Module by module: hooks read the teacher's layers, and no kernels are compiled ahead for it.
+        with fused_networks(enabled=False):
+            return teacher(images, number=1 + max(pairs))  # type: ignore[no-any-return]
+
     guided = Guided(CrossEntropy(), needed, pairs, settings.weight, settings.form).to(session.device)
     return guided, {"guide": found.about}
 

@@ -58,7 +58,9 @@ class IndependentTask:
         self.objective, self.about = objective, dict(about or {})
         self.recipe, self.space, self.sampler, self.world = recipe, space, sampler, world
         self._shape, self._num_classes, self._session = shape, num_classes, session
-        self._weights, self._held, self._notify_once = weights, held, once(notify)
+        self._weights, self._held, self._notify = weights, held, notify
+        # One reason is enough for all architectures, but it must not hide notes of another kind.
+        self._notify_uncaptured, self._notify_unfused = once(notify), once(notify)
         self._tally = Tally(world.device)
         self._scores: list[float] = []
         self._genotypes: list[Genotype] = []
@@ -106,7 +108,7 @@ class IndependentTask:
         assert self._network is not None
         if recipe.fused:
             sizes = (self._weights.batch_size, self._held.batch_size)
-            compile_network(self._network, *sizes, recipe.precision, recipe.norms, self.world, self._notify_once)
+            compile_network(self._network, *sizes, recipe.precision, recipe.norms, self.world, self._notify)
 
     def _learn(self, *draft: Tensor) -> None:
         """One training step of the current network; it can be captured."""
@@ -137,7 +139,7 @@ class IndependentTask:
             network = self._network
             with computing_in(self.recipe.precision, self.world.device):
                 metrics |= probe(
-                    self.objective, network, lambda: network, (), self._weights.epoch(0), self.world, self._notify_once
+                    self.objective, network, lambda: network, (), self._weights.epoch(0), self.world, self._notify
                 )
         if own + 1 == self.recipe.epochs:
             self._network.eval()
@@ -215,7 +217,7 @@ class IndependentTask:
         self._network = self._session.place(self.space.network(genotype, self._shape, self._num_classes))
         self._is_compiled = False
         if self.recipe.fused:
-            warn_if_unfused(self._network, self.recipe.precision, self.world, self._notify_once)
+            warn_if_unfused(self._network, self.recipe.precision, self.world, self._notify_unfused)
         broadcast_module(self._network, self.world)
         w = self.recipe.weights
         self._optimiser = sgd(
@@ -227,7 +229,7 @@ class IndependentTask:
         )
         learn = in_precision(self._learn, self.recipe.precision, self.world.device)
         self._run = prepare_step(
-            learn, self.recipe.engine, self.world, self._notify_once, divides=self.recipe.norms == "local"
+            learn, self.recipe.engine, self.world, self._notify_uncaptured, divides=self.recipe.norms == "local"
         )
         self._genotypes.append(genotype)
         self._numbers.append(number)

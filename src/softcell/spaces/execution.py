@@ -162,12 +162,13 @@ def literal_modules() -> Iterator[None]:
 
 
 @contextmanager
-def fused_networks() -> Iterator[None]:
+def fused_networks(enabled: bool = True) -> Iterator[None]:
     """Within this context cells of derived networks are fused, too, where that is possible.
 
-    Kernels are compiled for every width, and hooks on candidate modules are not called.
+    Kernels are compiled for every width, and hooks on candidate modules are not called. enabled: False for a network
+    inside such a context that runs module by module.
     """
-    token = _NETWORKS.set(True)
+    token = _NETWORKS.set(enabled)
     try:
         yield
     finally:
