@@ -117,8 +117,9 @@ PROTOCOL = """\
 
 - Zero-cost search was timed on a CPU shared with other programs: with SynFlow on CIFAR-100, seeds 1 and 2 took 13 to 25
   times as long as the others; with NASWOT, seeds 0 to 2 took up to six times as long as seed 3, which had a core to
-  itself (527 s), and seed 1 was paused for about a quarter of an hour. On CIFAR-100, ZiCo and seeds 0 and 1 of the
-  number of parameters had a core that other programs used, too. All searches by multiply-adds shared theirs as well.
+  itself (527 s), and seed 1 was paused for about a quarter of an hour. On CIFAR-100, seed 0 of ZiCo and seeds 0 and
+  1 of the number of parameters had a core that other programs used, too, and so had all searches by multiply-adds on
+  CIFAR-10.
 - Seed 2 of SNAS, DrNAS and *GDAS with the released code's gradient* shared the GPU with three slower searches in
   another process, which had finished 34 of 50 epochs by then and were stopped; they have no rows. Dividing the device
   time equally underestimates these three by about 20 %.
