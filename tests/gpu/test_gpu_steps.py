@@ -238,7 +238,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         settings("nb201", "digits", method="drnas", regime="unrolled", engine="graph", batch_size=64),
     ),
     "search-gdas": ("search", settings("nb201", "digits", method="gdas", engine="graph", batch_size=64)),
-    # Interrupted in the second of three architectures, each of which is recorded.
+    # Each of three architectures is captured; the run is interrupted in the second one.
     "search-random": (
         "search",
         settings("nb201", "digits", method="random", method_settings={"samples": 3}, epochs=1, batch_size=64),

@@ -34,7 +34,7 @@ def made(seed: int) -> list[nn.Parameter]:
 
 
 def drawn(parameters: list[nn.Parameter], seed: int) -> list[Tensor]:
-    """Gradients, of which the first three are parts of one buffer in another order, and the others have their own."""
+    """The first three gradients are parts of one buffer, in another order; the others have separate ones."""
     generator = torch.Generator().manual_seed(seed)
     sizes = [p.numel() for p in parameters[:3]]
     buffer = torch.randn(sum(sizes), generator=generator).to(DEVICE)

@@ -115,7 +115,7 @@ def indicate(x: Tensor, laid: Laid, form: Form, whole: Tensor | None = None) -> 
 
 
 def indicate_again(maps: Sequence[Tensor], laid: Laid, form: Form, whole: Tensor | None) -> tuple[Tensor, Tensor]:
-    """`indicate` of separate maps [n, h, w, c], of which only they and the attention are kept, for `runs_kernels`.
+    """`indicate` of separate maps [n, h, w, c]; keeps only them and the attention. Requires `runs_kernels`.
 
     The backward pass stacks and combines the maps again, which needs no logits and stores no output.
     """
