@@ -38,7 +38,8 @@ from softcell.nn.norm import running_statistics
 from softcell.nn.objective import ProxyNCA
 from softcell.settings import MAX_EPOCHS
 from softcell.spaces import Network
-from softcell.spaces.training import compile_network, network_cells, warn_if_unfused
+from softcell.spaces.execution import fused_networks
+from softcell.spaces.training import compile_network, warn_if_unfused
 from softcell.text import clock
 
 FEWEST_EPOCHS = 5
@@ -181,7 +182,7 @@ class TrainTask:
         """One training step, augmentation included; everything happens on the device, so that it can be captured."""
         recipe, logits = self.recipe, None
         by_kernel = recipe.fused and current_settings().batch_kernels
-        with network_cells(recipe.fused), norms_of(recipe.norms):
+        with fused_networks(recipe.fused), norms_of(recipe.norms):
             batch = self._train.finish(*draft, by_kernel=by_kernel)
             several = recipe.norms == "local" and self.world.size > 1
             also = running_statistics([self.network]) if several else []
@@ -214,7 +215,7 @@ class TrainTask:
         if self._held is not None and self._validates(epoch):
             self.network.eval()
             began = time.perf_counter()
-            with network_cells(self.recipe.fused), nullcontext() if self._average is None else self._average.applied():
+            with fused_networks(self.recipe.fused), nullcontext() if self._average is None else self._average.applied():
                 held = measure(self.network, self._held.epoch(0), self.world)
             if self._budget is not None:
                 # The same on all ranks, which must decide alike whether to validate again (`_validates`).

@@ -32,7 +32,8 @@ from softcell.search.genotypes import line
 from softcell.search.guide import probe, read_gauges
 from softcell.search.recipe import SearchRecipe
 from softcell.spaces import Network, Shape, Space
-from softcell.spaces.training import compile_network, network_cells, warn_if_unfused
+from softcell.spaces.execution import fused_networks
+from softcell.spaces.training import compile_network, warn_if_unfused
 
 
 class IndependentTask:
@@ -115,7 +116,7 @@ class IndependentTask:
         assert self._network is not None and self._optimiser is not None
         clip, by_kernel = self.recipe.weights.clip, self.recipe.fused and current_settings().batch_kernels
         parameters, norms = list(self._network.parameters()), self.recipe.norms
-        with network_cells(self.recipe.fused), norms_of(norms):
+        with fused_networks(self.recipe.fused), norms_of(norms):
             batch = self._weights.finish(*draft, by_kernel=by_kernel)
             result: Evaluated = self.objective(self._network, batch.images, batch.labels)
             also = running_statistics([self._network]) if norms == "local" and self.world.size > 1 else []
@@ -143,7 +144,7 @@ class IndependentTask:
                 )
         if own + 1 == self.recipe.epochs:
             self._network.eval()
-            with network_cells(self.recipe.fused):
+            with fused_networks(self.recipe.fused):
                 held = measure(self._network, self._held.epoch(0), self.world)
             self._scores.append(held.accuracy)
             metrics |= {

@@ -1,4 +1,4 @@
-"""Fused cells in training from scratch: the context in which they run, kernels compiled ahead, and warnings.
+"""Fused cells in training from scratch: kernels compiled ahead, and warnings.
 
 Training runs and searches that train architectures one by one share these functions.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -18,17 +17,6 @@ from softcell.kernels.shared import Norms, norms_of, without_exchange
 from softcell.kernels.warm_up import failure_reported, is_enabled, warm_up, warm_up_by_run
 from softcell.spaces.base import Network
 from softcell.spaces.execution import NO_TRITON, can_fuse, fused_networks, is_modules_only
-
-
-def network_cells(fused: bool) -> AbstractContextManager[None]:
-    """The context of a training step or a validation pass: cells run fused where possible, or module by module.
-
-    Example:
-        >>> from softcell.spaces.training import network_cells
-        >>> with network_cells(fused=True):  # on a CPU, cells run module by module in any case
-        ...     pass
-    """
-    return fused_networks() if fused else nullcontext()
 
 
 def warn_if_unfused(network: nn.Module, precision: str, world: World, notify: Callable[[str], None]) -> None:
